@@ -1,0 +1,299 @@
+"""Every setting of a run: frozen dataclasses, their TOML form, and the checks that need no file or device.
+
+Precedence is command line > file > default. The field docstrings are the ``--help`` texts.
+"""
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from slipstream.errors import ConfigError, nearest
+
+Executor = Literal["single", "pipeline"]
+PipelineSchedule = Literal["two_bw", "one_f_one_b", "gpipe", "interleaved"]
+LrSchedule = Literal["cosine", "linear", "constant"]
+
+SCHEDULE_DELAY: dict[str, int] = {"two_bw": 1, "one_f_one_b": 0, "gpipe": 0, "interleaved": 0}
+"""Staleness that each pipeline schedule gives every gradient after the first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens to train on."""
+
+    path: str = ""
+    """Folder made by `slipstream data prepare`; empty: the built-in Shakespeare, as bytes."""
+    sequence_length: int = 128
+    """Tokens a sequence."""
+    seed: int = 0
+    """Seed of the order in which sequences are read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the Llama-style decoder."""
+
+    num_layers: int = 4
+    """Decoder blocks."""
+    dim: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads; must divide dim."""
+    num_kv_heads: int = 2
+    """Key and value heads; must divide num_heads."""
+    ffn_dim: int = 352
+    """Inner width of the SwiGLU feed-forward."""
+    vocab_size: int = 0
+    """Rows of the embedding; 0: the tokenizer's."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position frequencies."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual projections get it divided by sqrt(2 num_layers)."""
+    tie_embeddings: bool = False
+    """Use one matrix for the embedding and the head (kept as two leaves, updated alike)."""
+    dropout: float = 0.0
+    """Probability with which a value of the residual branches is dropped in training."""
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations."""
+    seed: int = 0
+    """Seed of the initial weights and of dropout."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The rule that turns a gradient into an update, and its step size."""
+
+    name: str = "adamw"
+    """`adamw`, `muon`, or the dotted name of any torch.optim.Optimizer."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors get none."""
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arguments of the optimizer named above (on the command line: a JSON object)."""
+    adamw_lr: float | None = None
+    """With muon: peak learning rate of the parameters AdamW keeps (embedding, head, vectors); none: lr."""
+    adamw_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """With muon: further arguments of that AdamW (on the command line: a JSON object)."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm above which the gradient is scaled down; 0: never."""
+    lr_schedule: LrSchedule = "cosine"
+    """Shape of the decay after the warm-up."""
+    lr_warmup_steps: int = 0
+    """Updates over which the rate rises linearly from 0."""
+    lr_total_steps: int | None = None
+    """Updates after which the rate has reached its end; none: train.num_steps. Its own setting, so that a
+    shorter run keeps its rates."""
+    lr_final_fraction: float = 0.1
+    """Rate at the end as a fraction of the peak."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StalenessConfig:
+    """How stale gradients are, and what is done about it."""
+
+    delay: int | None = None
+    """Updates between the weights a batch reads and the newest; none: what the pipeline schedule gives, and 0
+    for the executor `single`."""
+    error_feedback: float = 0.0
+    """Coefficient c of update-level error feedback: publish x = y + c (y - y_prev); 0: none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a batch is cut into microbatches and the model into stages."""
+
+    num_stages: int = 2
+    """Pipeline stages, one rank each (executor `pipeline`)."""
+    num_microbatches: int = 4
+    """Microbatches a batch, accumulated in order; also with the executor `single`."""
+    pipeline_schedule: PipelineSchedule = "two_bw"
+    """Order of forwards, backwards and optimizer steps (executor `pipeline`)."""
+    num_extra_in_flight: int = 0
+    """Further microbatches started ahead, to hide message latency (schedule `two_bw`)."""
+    timeout_s: float = 120.0
+    """Seconds without progress after which a blocked run ends with the name of the blocked action."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length and numerics of the run."""
+
+    num_steps: int = 200
+    """Batches, and updates: update k (from 1) is made of batch k-1."""
+    microbatch_size: int = 4
+    """Sequences a microbatch; a batch has this times pipeline.num_microbatches."""
+    threads_per_rank: int = 1
+    """CPU threads of each process; a different count may round differently."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: CUDA where it is available."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
+    max_skipped_steps: int = 3
+    """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Held-out loss, on the trained weights x and on the optimizer's weights y."""
+
+    every_steps: int = 0
+    """Updates between evaluations; 0: only before the first and after the last."""
+    num_sequences: int = 256
+    """Validation sequences read, from the first on; fewer where the split has fewer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the whole state is saved. A run always saves at its last step."""
+
+    every_steps: int = 0
+    """Updates between checkpoints; 0: only the last."""
+    keep_last: int = 2
+    """Complete checkpoints kept; older ones are removed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is shown while training. metrics.jsonl always has every step."""
+
+    every_steps: int = 10
+    """Updates between lines on a plain terminal or in a file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    run_dir: str = "runs/default"
+    """Where config, metrics, evaluations, summary and checkpoints go."""
+    executor: Executor = "single"
+    """`single`: one process, any delay. `pipeline`: one rank a stage."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    staleness: StalenessConfig = dataclasses.field(default_factory=StalenessConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences a batch."""
+        return self.train.microbatch_size * self.pipeline.num_microbatches
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens a batch."""
+        return self.batch_size * self.data.sequence_length
+
+
+def load_toml(path: str | Path) -> Config:
+    """Read a config file.
+
+    Args:
+        path: A TOML file with the tables of :class:`Config`; what it leaves out keeps its default.
+
+    Raises:
+        ConfigError: The file cannot be read, is not TOML, or holds an unknown key or a value of a wrong type.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}. Give the path of a TOML file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). Give a TOML file.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    return from_dict(table, source=str(path))
+
+
+def from_dict(table: Mapping[str, Any], *, source: str = "config") -> Config:
+    """Build a :class:`Config` from nested tables, checking every key and type.
+
+    Raises:
+        ConfigError: An unknown key (with the nearest name) or a value of a wrong type.
+    """
+    return typing.cast(Config, _build(Config, table, source=source, prefix=""))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the nested tables of a config, without the settings that are ``None`` (TOML has no null)."""
+
+    def prune(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: prune(item) for key, item in value.items() if item is not None}
+        return value
+
+    return typing.cast(dict[str, Any], prune(dataclasses.asdict(config)))
+
+
+def to_toml(config: Config) -> str:
+    """Return the TOML text of a config; :func:`load_toml` reads it back to an equal one."""
+    return tomli_w.dumps(to_dict(config))
+
+
+def config_hash(config: Config) -> str:
+    """Return 64 hex digits that identify all settings but the run directory."""
+    table = to_dict(dataclasses.replace(config, run_dir=""))
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def _build(cls: type, table: Any, *, source: str, prefix: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{source}: '{prefix.rstrip('.')}' must be a table, given {table!r}.")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in hints:
+            known = ", ".join(hints)
+            raise ConfigError(
+                f"{source}: unknown key '{prefix}{key}'.{nearest(key, hints)} Allowed here: {known}."
+            )
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            values[key] = _build(typing.cast(type, hint), value, source=source, prefix=f"{prefix}{key}.")
+        else:
+            values[key] = _checked(value, hint, where=f"{source}: '{prefix}{key}'")
+    return cls(**values)
+
+
+def _checked(value: Any, hint: Any, *, where: str) -> Any:
+    """Return ``value`` as the type ``hint``, or say what is allowed."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(
+                f"{where} is {value!r}.{nearest(str(value), choices)} Allowed: {', '.join(map(repr, choices))}."
+            )
+        return value
+    if origin is types.UnionType:
+        if value is None:
+            return None
+        (inner,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+        return _checked(value, inner, where=where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    expected = origin or hint
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        raise ConfigError(f"{where} must be {_plain_name(expected)}, given {value!r}.")
+    return dict(value) if expected is dict else value
+
+
+def _plain_name(kind: type) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "a table"}
+    return names.get(kind, kind.__name__)
