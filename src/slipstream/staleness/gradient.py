@@ -1,0 +1,91 @@
+"""The gradient of one batch, with the version of the weights that it was computed on."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """Gradient of one batch's loss with respect to a set of named parameters.
+
+    Attributes:
+        tensors: Gradient by parameter name, each of its parameter's shape, in the master weights' dtype; ``None``
+            for a parameter that took no part in the batch (an expert without tokens).
+        read_version: Version of the weights that every forward and backward of the batch read.
+        num_tokens: Valid target tokens of the batch.
+        reduction: Whether the loss was a ``"mean"`` over those tokens or their ``"sum"``. It travels with the
+            gradient because a weight that is right for one is wrong for the other.
+    """
+
+    tensors: Mapping[str, Tensor | None]
+    read_version: int
+    num_tokens: int
+    reduction: Literal["mean", "sum"] = "mean"
+
+    def norms(self, names: Iterable[str], *, device: torch.device | str | None = None) -> Tensor:
+        """Return each parameter's Euclidean norm.
+
+        Args:
+            names: Parameters, in the order wanted. One that this gradient does not hold contributes 0, so several
+                holders of disjoint parts can add their vectors and lose nothing to rounding.
+            device: Where the result goes; ``None``: where the tensors are.
+
+        Returns:
+            Float32 vector of shape ``(len(names),)``.
+        """
+        held = [self.tensors.get(name) for name in names]
+        if device is None:
+            device = next((tensor.device for tensor in held if tensor is not None), torch.device("cpu"))
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        norms = [zero if tensor is None else torch.linalg.vector_norm(tensor).to(zero) for tensor in held]
+        return torch.stack(norms) if norms else torch.zeros(0, device=device)
+
+
+def global_norm(norms: Tensor) -> Tensor:
+    """Return the norm of a whole gradient from the norms of its parameters.
+
+    The same reduction over the same vector wherever it runs, so any cut of the model into stages gives bitwise the
+    norm of one process; and the same as ``torch.nn.utils.clip_grad_norm_`` returns for parameters in this order.
+
+    Args:
+        norms: Vector of per-parameter norms, in the whole model's parameter order.
+
+    Returns:
+        Scalar of the same dtype.
+    """
+    return torch.linalg.vector_norm(norms)
+
+
+class GradientAccumulator:
+    """Sums the gradients of one batch's microbatches, in microbatch order.
+
+    The sums belong to the batch, not to the leaves: two batches may compute on the same leaves (the first two of
+    PipeDream-2BW do), and a batch's sum may have to wait while the next batch computes.
+
+    Args:
+        dtype: Type of the sums; microbatch gradients of a narrower type are widened before they are added.
+    """
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, leaves: Mapping[str, Tensor]) -> None:
+        """Move the leaves' ``.grad`` into the sums; call it after each microbatch's backward."""
+        for name, leaf in leaves.items():
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:
+                continue
+            if name in self._sums:
+                self._sums[name].add_(gradient)
+            else:
+                self._sums[name] = gradient.to(self._dtype)
+
+    def take(self) -> dict[str, Tensor]:
+        """Return the sums by leaf name, without the leaves that got no gradient, and begin a new batch."""
+        sums, self._sums = self._sums, {}
+        return sums

@@ -1,0 +1,136 @@
+"""The one update path: finite? -> clip -> correct -> optimizer step -> publish."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import StalenessError
+from slipstream.staleness.corrections import Correction
+from slipstream.staleness.gradient import Gradient
+from slipstream.staleness.publish import PublishMethod
+from slipstream.staleness.versions import VersionedWeights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateReport:
+    """What one update did.
+
+    Attributes:
+        version: The version it made; also the number of updates so far.
+        staleness: Versions between the weights the gradient read and the newest when it was applied.
+        grad_norm: Global norm before clipping.
+        lr_factor: Learning rate as a fraction of the peak.
+        skipped: The gradient was not finite: the weights stayed, the version went on.
+    """
+
+    version: int
+    staleness: int
+    grad_norm: float
+    lr_factor: float
+    skipped: bool
+
+
+class Updater:
+    """Owns the master weights of a set of parameters and is the only code that changes them.
+
+    The delay simulator in one process, a pipeline stage and a parameter-server shard each hold one; none has an
+    update of its own.
+
+    Args:
+        masters: Master weights y by name, float32 (float64 in tests of exactness), each a leaf the optimizers hold.
+        optimizers: Unmodified torch optimizers over the masters, by the name of their rule; together they hold each
+            master once. Each group's ``initial_lr`` is its peak rate.
+        weights: The published versions; must hold the masters' names.
+        publish: Writes x from y.
+        lr_factor: Rate of update k (from 1) as a fraction of the peak.
+        max_grad_norm: Global norm above which a gradient is scaled down; 0: never.
+        corrections: Applied in order to each clipped gradient.
+    """
+
+    def __init__(
+        self,
+        masters: Mapping[str, Tensor],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        weights: VersionedWeights,
+        publish: PublishMethod,
+        lr_factor: Callable[[int], float],
+        max_grad_norm: float = 0.0,
+        corrections: Sequence[Correction] = (),
+    ) -> None:
+        self.masters = dict(masters)
+        self.optimizers = dict(optimizers)
+        self.weights = weights
+        self.publish = publish
+        self.num_skipped = 0
+        self._lr_factor = lr_factor
+        self._max_grad_norm = max_grad_norm
+        self._corrections = tuple(corrections)
+
+    def step(self, gradient: Gradient, grad_norm: Tensor) -> UpdateReport:
+        """Turn a gradient into the next version of the weights.
+
+        Args:
+            gradient: For the names of :attr:`masters`.
+            grad_norm: Scalar global norm of the *whole* model's gradient, of which this updater may hold a part. Not
+                finite: the update is skipped, here as on every other holder, and the versions stay aligned.
+
+        Raises:
+            StalenessError: The gradient read a version newer than the newest, or one that is no longer held.
+        """
+        staleness = self.weights.latest - gradient.read_version
+        if staleness < 0:
+            raise StalenessError(
+                f"a gradient claims to have read version {gradient.read_version}, the newest is {self.weights.latest}."
+            )
+        update = self.weights.latest + 1
+        factor = self._lr_factor(update)
+        norm = float(grad_norm)
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self._clip(gradient, grad_norm)
+            read = self.weights.read(gradient.read_version)
+            for correction in self._corrections:
+                gradient = correction.correct(gradient, staleness=staleness, now=self.masters, read=read)
+        # The buffer of the version that was read may be the one written next, so nothing below may look at it.
+        published = self.weights.buffer(update)
+        self.publish.before_step(self.masters, published)
+        if skipped:
+            self.num_skipped += 1
+        else:
+            self._step_optimizers(gradient, factor)
+        self.publish.after_step(self.masters, published)
+        return UpdateReport(
+            version=self.weights.advance(), staleness=staleness, grad_norm=norm, lr_factor=factor, skipped=skipped
+        )
+
+    def _clip(self, gradient: Gradient, grad_norm: Tensor) -> None:
+        """Scale in place as ``torch.nn.utils.clip_grad_norm_`` does, to the bit."""
+        if self._max_grad_norm > 0:
+            scale = torch.clamp(self._max_grad_norm / (grad_norm + 1e-6), max=1.0)
+            for tensor in gradient.tensors.values():
+                if tensor is not None:
+                    tensor.mul_(scale)
+
+    def _step_optimizers(self, gradient: Gradient, lr_factor: float) -> None:
+        for name, master in self.masters.items():
+            master.grad = gradient.tensors[name]
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * lr_factor
+            optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scalars of the state; tensors are saved by name from the public attributes."""
+        return {"num_skipped": self.num_skipped, "publish": self.publish.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self.num_skipped = int(state["num_skipped"])
+        self.publish.load_state_dict(state["publish"])

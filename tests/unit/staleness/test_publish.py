@@ -1,0 +1,185 @@
+"""Error feedback in publish form against the literal rule, in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.optim.muon import Muon
+from slipstream.staleness.gradient import Gradient, global_norm
+from slipstream.staleness.publish import ErrorFeedback, PublishMasters, build_publish_method
+from slipstream.staleness.updater import Updater
+from slipstream.staleness.versions import VersionedWeights
+
+RULES = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.0),
+    "muon": lambda params: Muon(params, lr=0.02, weight_decay=0.0),
+    "sgd-momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+}
+STEPS = 12
+
+
+def falling(update: int) -> float:
+    return 1.0 / (1 + 0.3 * update)
+
+
+def constant(update: int) -> float:
+    return 1.0
+
+
+def initial_weights() -> Tensor:
+    return torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def loss_gradient(weights: Tensor, batch: int) -> Tensor:
+    """Gradient of a small non-quadratic loss of one batch."""
+    data = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + batch))
+    leaf = weights.detach().clone().requires_grad_()
+    torch.tanh(data @ leaf).square().mean().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def published_weights(make_optimizer, coefficient: float, *, lr_factor=falling) -> list[Tensor]:
+    """Every published version, made by the update path."""
+    y = nn.Parameter(initial_weights())
+    optimizer = make_optimizer([y])
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    weights = VersionedWeights({"w": y}, num_buffers=2, dtype=torch.float64)
+    updater = Updater(
+        {"w": y},
+        {"rule": optimizer},
+        weights=weights,
+        publish=build_publish_method(coefficient),
+        lr_factor=lr_factor,
+    )
+    versions = [weights.read(0)["w"].clone()]
+    for batch in range(STEPS):
+        version = max(batch - 1, 0)
+        gradient = Gradient(
+            tensors={"w": loss_gradient(weights.read(version)["w"], batch)}, read_version=version, num_tokens=1
+        )
+        updater.step(gradient, global_norm(gradient.norms(["w"])))
+        versions.append(weights.read(batch + 1)["w"].clone())
+    return versions
+
+
+def literal_weights(make_optimizer, correction, *, lr_factor=falling) -> list[Tensor]:
+    """x <- x - u - correction(history of u), with u from an optimizer that steps a shadow parameter from zero."""
+    shadow = nn.Parameter(torch.zeros(6, 4, dtype=torch.float64))
+    optimizer = make_optimizer([shadow])
+    peak = optimizer.param_groups[0]["lr"]
+    versions = [initial_weights()]
+    updates: list[Tensor] = []
+    for batch in range(STEPS):
+        shadow.grad = loss_gradient(versions[max(batch - 1, 0)], batch)
+        optimizer.param_groups[0]["lr"] = peak * lr_factor(batch + 1)
+        before = shadow.detach().clone()
+        optimizer.step()
+        updates.append(before - shadow.detach())
+        versions.append(versions[-1] - updates[-1] - correction(updates))
+    return versions
+
+
+def largest_difference(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("rule", RULES)
+def test_publish_form_is_the_literal_rule(rule, coefficient):
+    def literal(updates):
+        return coefficient * (updates[-1] - updates[-2]) if len(updates) > 1 else torch.zeros(())
+
+    ours = published_weights(RULES[rule], coefficient)
+    assert largest_difference(ours, literal_weights(RULES[rule], literal)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_publish_form_is_not_the_persistent_accumulator(rule):
+    """e += u_t - u_{t-1} telescopes to u_t - u_0; a reading of the method that must be ruled out."""
+
+    def accumulator(updates):
+        return updates[-1] - updates[0]
+
+    ours = published_weights(RULES[rule], 1.0)
+    wrong = literal_weights(RULES[rule], accumulator)
+    assert largest_difference(ours[:3], wrong[:3]) < 1e-12, "the two readings agree on the first two updates"
+    assert largest_difference(ours, wrong) > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_bootstrap_matters(rule):
+    """Leaving out the shift of y after the first update would be seen."""
+    coefficient = 1.0
+    ours = published_weights(RULES[rule], coefficient)
+
+    def no_bootstrap(updates):
+        return coefficient * (updates[-1] - (updates[-2] if len(updates) > 1 else 0 * updates[-1]))
+
+    assert largest_difference(ours, literal_weights(RULES[rule], no_bootstrap)) > 1e-4
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_coefficient_zero_is_plain_delay_bitwise(rule):
+    plain = literal_weights(RULES[rule], lambda updates: torch.zeros(()))
+    y = nn.Parameter(initial_weights())
+    optimizer = RULES[rule]([y])
+    peak = optimizer.param_groups[0]["lr"]
+    versions = [initial_weights()]
+    for batch in range(STEPS):
+        y.grad = loss_gradient(versions[max(batch - 1, 0)], batch)
+        optimizer.param_groups[0]["lr"] = peak * falling(batch + 1)
+        optimizer.step()
+        versions.append(y.detach().clone())
+    ours = published_weights(RULES[rule], 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours, versions, strict=True))
+    assert largest_difference(ours, plain) < 1e-12
+
+
+def test_plain_sgd_update_level_equals_gradient_level():
+    """Without momentum and at a constant rate, u = lr g, so correcting either is the same."""
+    lr = 0.05
+    versions = [initial_weights()]
+    gradients: list[Tensor] = []
+    for batch in range(STEPS):
+        gradients.append(loss_gradient(versions[max(batch - 1, 0)], batch))
+        step = gradients[-1] + ((gradients[-1] - gradients[-2]) if len(gradients) > 1 else 0)
+        versions.append(versions[-1] - lr * step)
+
+    def literal(updates):
+        return updates[-1] - updates[-2] if len(updates) > 1 else torch.zeros(())
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=lr)
+
+    assert largest_difference(versions, literal_weights(sgd, literal, lr_factor=constant)) < 1e-12
+    assert largest_difference(versions, published_weights(sgd, 1.0, lr_factor=constant)) < 1e-12
+
+
+def test_narrow_published_dtype_extrapolates_in_the_masters_dtype():
+    y = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    free = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    method = ErrorFeedback(1.0)
+    method.load_state_dict({"has_history": True})
+    method.before_step(y, free)
+    y["w"] += torch.tensor([1e-3, -2e-3, 0.5])
+    method.after_step(y, free)
+    expected = y["w"] + torch.tensor([1e-3, -2e-3, 0.5])
+    assert torch.equal(free["w"], expected.bfloat16())
+
+
+def test_zero_coefficient_takes_no_part():
+    assert isinstance(build_publish_method(0.0), PublishMasters)
+    assert isinstance(build_publish_method(0.5), ErrorFeedback)
+
+
+def test_history_flag_survives_a_round_trip():
+    method = ErrorFeedback(1.0)
+    assert method.state_dict() == {"has_history": False}
+    y, free = {"w": torch.zeros(2)}, {"w": torch.zeros(2)}
+    method.before_step(y, free)
+    method.after_step(y, free)
+    fresh = ErrorFeedback(1.0)
+    fresh.load_state_dict(method.state_dict())
+    assert fresh.state_dict() == {"has_history": True}
