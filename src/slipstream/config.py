@@ -6,16 +6,57 @@ Precedence is command line > file > default. The field docstrings are the ``--he
 import dataclasses
 import hashlib
 import json
+import math
 import tomllib
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
+import tyro
 
 from slipstream.errors import ConfigError, nearest
+
+
+def _parse_switch(words: list[str]) -> bool:
+    if words[0].lower() not in ("true", "false"):
+        raise ValueError(f"{words[0]!r} is neither true nor false")
+    return words[0].lower() == "true"
+
+
+def _parse_table(words: list[str]) -> dict[str, Any]:
+    table = json.loads(words[0])
+    if not isinstance(table, dict):
+        raise ValueError(f'{words[0]!r} is not a JSON object such as {{"betas": [0.9, 0.95]}}')
+    return table
+
+
+Switch = Annotated[
+    bool,
+    tyro.conf.FlagConversionOff,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="true|false",
+        instance_from_str=_parse_switch,
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    ),
+]
+"""A boolean that is written out, so that a flag can also turn off what a file turned on."""
+
+Table = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_parse_table,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""Arguments of something that is not ours to list."""
 
 Executor = Literal["single", "pipeline"]
 PipelineSchedule = Literal["two_bw", "one_f_one_b", "gpipe", "interleaved"]
@@ -59,11 +100,11 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     init_std: float = 0.02
     """Standard deviation of initial weights; residual projections get it divided by sqrt(2 num_layers)."""
-    tie_embeddings: bool = False
+    tie_embeddings: Switch = False
     """Use one matrix for the embedding and the head (kept as two leaves, updated alike)."""
     dropout: float = 0.0
     """Probability with which a value of the residual branches is dropped in training."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Switch = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     seed: int = 0
     """Seed of the initial weights and of dropout."""
@@ -79,11 +120,11 @@ class OptimConfig:
     """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; vectors get none."""
-    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    args: Table = dataclasses.field(default_factory=dict)
     """Further arguments of the optimizer named above (on the command line: a JSON object)."""
     adamw_lr: float | None = None
     """With muon: peak learning rate of the parameters AdamW keeps (embedding, head, vectors); none: lr."""
-    adamw_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+    adamw_args: Table = dataclasses.field(default_factory=dict)
     """With muon: further arguments of that AdamW (on the command line: a JSON object)."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down; 0: never."""
@@ -213,7 +254,9 @@ def load_toml(path: str | Path) -> Config:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}. Give the path of a TOML file.") from error
+        raise ConfigError(
+            f"cannot read the config file {path}: {error.strerror}. Give the path of a TOML file."
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). Give a TOML file.") from error
     except tomllib.TOMLDecodeError as error:
@@ -252,6 +295,127 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
+def resolve(config: Config, *, vocab_size: int, cuda: bool) -> Config:
+    """Replace every setting that means "what fits" by its value, and check settings against one another.
+
+    Args:
+        config: As read.
+        vocab_size: Of the tokenizer the data was made with.
+        cuda: Whether computing happens on CUDA.
+
+    Raises:
+        ConfigError: A value out of range, or two settings that contradict each other.
+    """
+    _check_ranges(config)
+    if config.model.vocab_size not in (0, vocab_size):
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size}, the data's tokenizer has {vocab_size} tokens. "
+            "Leave model.vocab_size at 0 to take the tokenizer's."
+        )
+    dtype = config.train.compute_dtype
+    resolved_dtype: Literal["float32", "bfloat16"] = dtype if dtype != "auto" else ("bfloat16" if cuda else "float32")
+    total = config.optim.lr_total_steps
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        optim=dataclasses.replace(config.optim, lr_total_steps=config.train.num_steps if total is None else total),
+        staleness=dataclasses.replace(config.staleness, delay=_resolved_delay(config)),
+        train=dataclasses.replace(config.train, compute_dtype=resolved_dtype),
+    )
+
+
+def _resolved_delay(config: Config) -> int:
+    given = config.staleness.delay
+    if config.executor == "single":
+        return given or 0
+    schedule = config.pipeline.pipeline_schedule
+    implied = SCHEDULE_DELAY[schedule]
+    if given not in (None, implied):
+        raise ConfigError(
+            f"staleness.delay is {given}, but the pipeline schedule '{schedule}' gives a delay of {implied}. "
+            "Leave staleness.delay out, choose another pipeline.pipeline_schedule, or use --executor single."
+        )
+    return implied
+
+
+def _check_ranges(config: Config) -> None:
+    """Refuse numbers that no run can use. Model and optimizer settings are checked where they are understood."""
+    at_least_one = {
+        "data.sequence_length": config.data.sequence_length,
+        "train.num_steps": config.train.num_steps,
+        "train.microbatch_size": config.train.microbatch_size,
+        "train.threads_per_rank": config.train.threads_per_rank,
+        "pipeline.num_microbatches": config.pipeline.num_microbatches,
+        "pipeline.num_stages": config.pipeline.num_stages,
+        "evaluate.num_sequences": config.evaluate.num_sequences,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
+        "log.every_steps": config.log.every_steps,
+    }
+    not_negative = {
+        "staleness.delay": config.staleness.delay or 0,
+        "pipeline.num_extra_in_flight": config.pipeline.num_extra_in_flight,
+        "evaluate.every_steps": config.evaluate.every_steps,
+        "checkpoint.every_steps": config.checkpoint.every_steps,
+        "train.max_skipped_steps": config.train.max_skipped_steps,
+        "optim.max_grad_norm": config.optim.max_grad_norm,
+    }
+    for bound, values in ((1, at_least_one), (0, not_negative)):
+        for name, value in values.items():
+            if not value >= bound:
+                raise ConfigError(f"{name} is {value}; it must be {bound} or more.")
+    if not config.pipeline.timeout_s > 0:
+        raise ConfigError(f"pipeline.timeout_s is {config.pipeline.timeout_s}; it must be more than 0 seconds.")
+    if not math.isfinite(config.staleness.error_feedback):
+        raise ConfigError(f"staleness.error_feedback is {config.staleness.error_feedback}; give a finite number.")
+
+
+FREE_TO_CHANGE = (
+    "run_dir",
+    "executor",
+    "data.path",
+    "model.activation_checkpointing",
+    "pipeline.num_stages",
+    "pipeline.pipeline_schedule",
+    "pipeline.num_extra_in_flight",
+    "pipeline.timeout_s",
+    "train.num_steps",
+    "train.device",
+    "train.threads_per_rank",
+    "train.max_skipped_steps",
+    "evaluate.",
+    "checkpoint.",
+    "log.",
+)
+"""Settings (or whole tables) that a resumed run may change without becoming another run. The data itself is compared
+by its content, wherever it lies."""
+
+
+def trajectory_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ between two runs and change what is trained.
+
+    Args:
+        old: Tables as :func:`to_dict` gives them.
+        new: The same.
+
+    Returns:
+        ``(old, new)`` by dotted key.
+    """
+    before, after = _flat(old), _flat(new)
+    keys = sorted(before.keys() | after.keys())
+    return {
+        key: (before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key) and not key.startswith(FREE_TO_CHANGE)
+    }
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
 def _build(cls: type, table: Any, *, source: str, prefix: str) -> Any:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{source}: '{prefix.rstrip('.')}' must be a table, given {table!r}.")
@@ -260,9 +424,7 @@ def _build(cls: type, table: Any, *, source: str, prefix: str) -> Any:
     for key, value in table.items():
         if key not in hints:
             known = ", ".join(hints)
-            raise ConfigError(
-                f"{source}: unknown key '{prefix}{key}'.{nearest(key, hints)} Allowed here: {known}."
-            )
+            raise ConfigError(f"{source}: unknown key '{prefix}{key}'.{nearest(key, hints)} Allowed here: {known}.")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             values[key] = _build(typing.cast(type, hint), value, source=source, prefix=f"{prefix}{key}.")

@@ -57,7 +57,8 @@ def global_norm(norms: Tensor) -> Tensor:
     Returns:
         Scalar of the same dtype.
     """
-    return torch.linalg.vector_norm(norms)
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
 
 
 class GradientAccumulator:

@@ -65,7 +65,7 @@ class VersionedWeights:
         if version not in self.live:
             raise StalenessError(
                 f"version {version} of the weights was asked for, held are {self._oldest} to {self._latest}. "
-                f"A reader this stale needs at least {self._latest - version + 1} buffers, there are {self.num_buffers}."
+                f"A reader this stale needs {self._latest - version + 1} buffers or more, there are {self.num_buffers}."
             )
         return self.buffer(version)
 

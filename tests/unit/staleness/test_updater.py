@@ -56,8 +56,10 @@ def test_learning_rate_counts_updates_from_one():
 
 @pytest.mark.parametrize("scale", [0.01, 10.0])
 def test_clip_is_torchs_to_the_bit(scale):
-    tensors = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
-               for name, shape in (("a", (3,)), ("b", (2, 2)))}
+    tensors = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
+        for name, shape in (("a", (3,)), ("b", (2, 2)))
+    }
     params = [nn.Parameter(torch.zeros_like(t)) for t in tensors.values()]
     for param, tensor in zip(params, tensors.values(), strict=True):
         param.grad = tensor.clone()
@@ -105,7 +107,7 @@ def test_a_gradient_from_the_future_or_the_far_past_is_refused():
         apply(updater, gradient(0.1, read_version=max(batch - 1, 0)))
     with pytest.raises(StalenessError, match="read version 5, the newest is 4"):
         apply(updater, gradient(0.1, read_version=5))
-    with pytest.raises(StalenessError, match="version 1 .* held are 3 to 4"):
+    with pytest.raises(StalenessError, match=r"version 1 .* held are 3 to 4"):
         apply(updater, gradient(0.1, read_version=1))
 
 

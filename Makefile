@@ -1,0 +1,36 @@
+# Two commands matter: `make train` and `make test`. Each sets up what it needs.
+PYTHON ?= python3
+RUN_DIR ?= runs/demo
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv train test lint format bench clean
+
+venv: .venv/installed
+
+# A torch that is already in .venv and satisfies the constraints is kept, so another build can be put there first.
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: venv
+	$(BIN)/slipstream train --config configs/demo.toml --run-dir $(RUN_DIR) --overwrite
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv
+	$(BIN)/python benchmarks/muon.py
+
+clean:
+	rm -rf .venv build dist

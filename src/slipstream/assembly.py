@@ -1,0 +1,187 @@
+"""From settings to the parts that one rank holds: modules, master weights, optimizers, update path."""
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from slipstream.config import Config
+from slipstream.executor import Point, Snapshot, StateReader
+from slipstream.models.llama import build_stage
+from slipstream.models.partition import StageSpec
+from slipstream.models.roles import role
+from slipstream.models.shapes import parameter_names, tied_names
+from slipstream.optim.build import build_optimizers
+from slipstream.optim.lr import lr_factor
+from slipstream.optim.state import WHOLE_OPTIMIZER, export_state, import_state, join_tensors, split_tensors
+from slipstream.staleness.publish import build_publish_method
+from slipstream.staleness.updater import Updater
+from slipstream.staleness.versions import VersionedWeights
+
+
+class StageParts:
+    """Everything one rank holds of a model: the whole of it, or one pipeline stage.
+
+    A tied pair is two leaves but one *parameter*, under the embedding's name: a stage with both leaves has one master
+    for them, and when they live on two stages both keep the master and make the same update.
+
+    Args:
+        config: Resolved settings.
+        spec: Which part of the model.
+        num_versions: Versions of the weights held at once.
+        device: Where everything lives.
+
+    Attributes:
+        names: Parameters of the *whole* model in module order, a tied pair once.
+        modules: One module a buffer of the ring; version v is computed with ``modules[v % num_versions]``.
+        leaves: The leaf parameters of each module, by leaf name.
+        parameter_of: Parameter name of each leaf name.
+        updater: The update path over the masters held here.
+    """
+
+    def __init__(self, config: Config, spec: StageSpec, *, num_versions: int, device: torch.device) -> None:
+        model = config.model
+        tied = tied_names(model)
+        self.spec = spec
+        self.names = [name for name in parameter_names(model) if name not in tied]
+        module = build_stage(model, spec.blocks, embed=spec.embed, head=spec.head, device=device)
+        self.parameter_of = {leaf: tied.get(leaf, leaf) for leaf, _ in module.named_parameters()}
+        initial = {self.parameter_of[leaf]: tensor.detach() for leaf, tensor in module.named_parameters()}
+        masters = {name: nn.Parameter(tensor.clone()) for name, tensor in initial.items()}
+        dtype = getattr(torch, config.train.compute_dtype)
+        weights = VersionedWeights(initial, num_buffers=num_versions, dtype=dtype)
+        self.modules = [module] + [copy.deepcopy(module) for _ in range(num_versions - 1)]
+        self.leaves = [
+            bind(each, {leaf: weights.buffer(version)[name] for leaf, name in self.parameter_of.items()})
+            for version, each in enumerate(self.modules)
+        ]
+        self.updater = Updater(
+            masters,
+            build_optimizers(masters, config.optim, role=role),
+            weights=weights,
+            publish=build_publish_method(config.staleness.error_feedback),
+            lr_factor=partial(
+                lr_factor,
+                warmup_steps=config.optim.lr_warmup_steps,
+                total_steps=config.optim.lr_total_steps or config.train.num_steps,
+                schedule=config.optim.lr_schedule,
+                final_fraction=config.optim.lr_final_fraction,
+            ),
+            max_grad_norm=config.optim.max_grad_norm,
+        )
+
+    @property
+    def owned(self) -> list[str]:
+        """Parameters this rank answers for: all it holds but a tied one whose embedding lives elsewhere."""
+        return [name for name in self.updater.masters if name in self.parameter_of]
+
+    def by_parameter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Turn gradients by leaf name into gradients by parameter name; a tied pair's are added, embedding first."""
+        gradients: dict[str, Tensor | None] = dict.fromkeys(self.updater.masters)
+        for leaf, name in self.parameter_of.items():
+            gradient, held = sums.get(leaf), gradients[name]
+            if gradient is not None:
+                gradients[name] = gradient if held is None else held + gradient
+        return gradients
+
+    def module(self, version: int) -> nn.Module:
+        """Return the module whose leaves hold a live version."""
+        self.updater.weights.read(version)
+        return self.modules[version % len(self.modules)]
+
+    def forward_at(self, point: Point, x: Tensor) -> Tensor:
+        """Compute one microbatch for evaluation: no dropout, no gradient.
+
+        Args:
+            point: The newest published weights ``x``, or the masters ``y`` (cast to the compute dtype).
+            x: As the stage takes it.
+        """
+        weights = self.updater.weights
+        values: Mapping[str, Tensor] = weights.read(weights.latest)
+        if point == "y":
+            values = {name: master.detach().to(values[name].dtype) for name, master in self.updater.masters.items()}
+        with torch.no_grad():
+            tensors = {leaf: values[name] for leaf, name in self.parameter_of.items()}
+            output: Tensor = functional_call(self.modules[0], tensors, (x,))
+        return output
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each owned master weight's bytes."""
+        masters = self.updater.masters
+        return {name: tensor_digest(masters[name]) for name in self.owned}
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy, on the host, of all state that a resumed run needs."""
+        tensors: dict[str, Tensor] = {}
+        scalars: dict[str, Any] = {"updater": self.updater.state_dict(), "optim": {}}
+        weights = self.updater.weights
+        for name in self.owned:
+            tensors[f"y/{name}"] = self.updater.masters[name]
+            for version in weights.live:
+                tensors[f"x@{version}/{name}"] = weights.read(version)[name]
+        for optimizer in self.updater.optimizers.values():
+            for name, state in export_state(optimizer).items():
+                if name in self.parameter_of or name == WHOLE_OPTIMIZER:
+                    held, scalars["optim"][name] = split_tensors(state)
+                    tensors |= {f"optim/{name}/{path}": tensor for path, tensor in held.items()}
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        return Snapshot(tensors=copies, scalars=scalars, digests=self.digests())
+
+    def restore(self, state: StateReader) -> None:
+        """Take the parts of a saved state that this rank holds."""
+        updater = self.updater
+        with torch.no_grad():
+            for name, master in updater.masters.items():
+                master.copy_(state.tensor(f"y/{name}"))
+        versions = {int(name[2:].split("/")[0]) for name in state.tensor_names if name.startswith("x@")}
+        updater.weights.restore(
+            {version: {n: state.tensor(f"x@{version}/{n}") for n in updater.masters} for version in versions}
+        )
+        optim_state = {
+            name: join_tensors(tree, partial(_read_optim_tensor, state, name))
+            for name, tree in state.scalars["optim"].items()
+            if name in updater.masters or name == WHOLE_OPTIMIZER
+        }
+        for optimizer in updater.optimizers.values():
+            import_state(optimizer, optim_state)
+        updater.load_state_dict(state.scalars["updater"])
+
+
+def _read_optim_tensor(state: StateReader, name: str, path: str) -> Tensor:
+    return state.tensor(f"optim/{name}/{path}")
+
+
+def bind(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Replace a module's parameters by new leaves that share the given tensors' memory.
+
+    Args:
+        module: Changed in place.
+        tensors: A tensor for every parameter name of the module.
+
+    Returns:
+        The new leaves by name.
+    """
+    leaves = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+    for name, leaf in leaves.items():
+        owner, _, attribute = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(attribute, leaf)
+    return leaves
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, as 64 hex digits."""
+    data = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def combined_digest(digests: Mapping[str, str]) -> str:
+    """Return one SHA-256 over named digests in name order; the same however the names were spread over ranks."""
+    whole = hashlib.sha256()
+    for name in sorted(digests):
+        whole.update(f"{name}:{digests[name]}\n".encode())
+    return whole.hexdigest()

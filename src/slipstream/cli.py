@@ -1,0 +1,289 @@
+"""The command line: parse, call, print."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import tyro
+
+from slipstream import __version__
+from slipstream.config import Config, load_toml, to_toml
+from slipstream.errors import ConfigError, SlipstreamError, nearest
+
+if TYPE_CHECKING:
+    from slipstream.data import TokenizerInfo
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConfigArgs(Config):
+    """A whole run: every setting is a flag, by its dotted name."""
+
+    config: str = ""
+    """TOML file to take settings from; flags come before it, it comes before the defaults."""
+
+    def settings(self) -> Config:
+        """Return the run's settings without the arguments of the command."""
+        return Config(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Config)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainArgs(ConfigArgs):
+    """Train a model.
+
+    Every setting of the config file is a flag by its dotted name; flags come before the file, the file before the
+    defaults. With --resume and without --config, the run's own config is taken.
+    """
+
+    resume: Flag = False
+    """Continue the run in the run directory from its newest complete checkpoint."""
+    overwrite: Flag = False
+    """Begin anew in a run directory that holds a run; its metrics and checkpoints are removed."""
+    allow_change: tuple[str, ...] = ()
+    """Settings that a resumed run may change although they change what is trained."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowArgs(ConfigArgs):
+    """Print the settings that `train` would use, as TOML."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareArgs:
+    """Turn text into token shards: txt, jsonl and jsonl.gz files, and folders of them."""
+
+    sources: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Files and folders."""
+    out: Path
+    """Folder to make; must not exist or be empty."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """`bytes`, or `bpe` (trained on the training split)."""
+    vocab_size: int = 4096
+    """Tokens of a `bpe` tokenizer."""
+    text_field: str = "text"
+    """Field of a JSON record that holds the text."""
+    split_key: str | None = None
+    """Field (such as an author) whose records all go to one side of the split; none: each document by itself."""
+    validation_fraction: float = 0.1
+    """Share of the documents held out."""
+    json: Flag = False
+    """Print the manifest as JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectArgs:
+    """Check prepared data and show decoded samples of each split."""
+
+    path: Annotated[str, tyro.conf.Positional] = ""
+    """Folder made by `slipstream data prepare`; none: the built-in Shakespeare."""
+    num_samples: int = 3
+    """Samples of each split."""
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorArgs:
+    """Say what this machine offers and whether everything needed is there."""
+
+    json: Flag = False
+    """Print JSON."""
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train a model."""
+    from rich.console import Console
+
+    from slipstream.train.launch import launch
+    from slipstream.train.progress import ConsoleReporter
+
+    args = _parse_config_args(TrainArgs, argv, prog="slipstream train")
+    config = args.settings()
+    reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps)
+    summary = launch(
+        config, reporter=reporter, resume=args.resume, overwrite=args.overwrite, allow_change=args.allow_change
+    )
+    if summary is not None:
+        print(_summary_table(summary, config))
+    return 0
+
+
+def config_show(argv: Sequence[str]) -> int:
+    """Print the settings that `train` would use."""
+    print(to_toml(_parse_config_args(ShowArgs, argv, prog="slipstream config show").settings()), end="")
+    return 0
+
+
+def data_prepare(argv: Sequence[str]) -> int:
+    """Turn text files into token shards."""
+    from slipstream.data import prepare
+
+    args = tyro.cli(PrepareArgs, args=argv, prog="slipstream data prepare")
+    manifest = prepare(
+        [str(source) for source in args.sources],
+        args.out,
+        tokenizer=args.tokenizer,
+        vocab_size=args.vocab_size,
+        text_field=args.text_field,
+        split_key=args.split_key,
+        validation_fraction=args.validation_fraction,
+    )
+    if args.json:
+        print(manifest.to_json(), end="")
+        return 0
+    print(f"{args.out}: {_tokenizer_text(manifest.tokenizer)}, split by {manifest.split_rule.key}")
+    for name, split in manifest.splits.items():
+        print(
+            f"  {name:<10}  {split.documents} documents, {split.num_tokens} tokens, {split.num_bytes} bytes, "
+            f"{len(split.shards)} shards"
+        )
+    if empty := sum(source.empty_documents for source in manifest.sources):
+        print(f"  {empty} empty documents were passed over")
+    return 0
+
+
+def data_inspect(argv: Sequence[str]) -> int:
+    """Check prepared data and show decoded samples."""
+    from slipstream.data import inspect_data
+
+    args = tyro.cli(InspectArgs, args=argv, prog="slipstream data inspect")
+    report = inspect_data(args.path, num_samples=args.num_samples)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(report), indent=1))
+        return 0
+    print(f"{report.path or 'built-in Shakespeare'}: {_tokenizer_text(report.tokenizer)}")
+    print(f"split by {report.split_rule.key}, digest {report.digest[:12]}, checksums verified")
+    for split in report.splits:
+        print(
+            f"\n{split.name}: {split.documents} documents, {split.num_tokens} tokens in {split.num_shards} shards, "
+            f"{split.num_bytes} bytes ({split.fraction:.1%} of all), {split.tokens_per_byte:.3f} tokens per byte"
+        )
+        for sample in split.samples:
+            print(f"--- tokens {sample.start} to {sample.start + sample.num_tokens - 1}\n{sample.text}")
+    return 0
+
+
+def _tokenizer_text(info: "TokenizerInfo") -> str:
+    return f"tokenizer '{info.name}' of {info.vocab_size} tokens, fingerprint {info.fingerprint[:12]}"
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Say what this machine offers."""
+    from slipstream.doctor import examine
+
+    args = tyro.cli(DoctorArgs, args=argv, prog="slipstream doctor")
+    findings = examine()
+    if args.json:
+        print(json.dumps({finding.name: finding.value for finding in findings}, indent=1))
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            mark = "ok " if finding.ok else "!! "
+            print(f"{mark}{finding.name:<{width}}  {finding.value}")
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+Args = TypeVar("Args", bound=ConfigArgs)
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "data prepare": data_prepare,
+    "data inspect": data_inspect,
+    "config show": config_show,
+    "doctor": doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` (``sys.argv`` without the program) names; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(_overview())
+            return 0 if words else 2
+        if words[0] == "--version":
+            print(f"slipstream {__version__}")
+            return 0
+        name = _command_name(words)
+        return COMMANDS[name](words[len(name.split()) :])
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return 0
+
+
+def _command_name(words: Sequence[str]) -> str:
+    """Return the command that the first one or two words name.
+
+    Raises:
+        ConfigError: They name none.
+    """
+    for length in (2, 1):
+        if (name := " ".join(words[:length])) in COMMANDS:
+            return name
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    given = " ".join(words[: 2 if group else 1])
+    if group and len(words) > 1 and words[1] in ("-h", "--help"):
+        print(_overview(group))
+        raise SystemExit(0)
+    raise ConfigError(
+        f"there is no command '{given}'.{nearest(given, COMMANDS)} Commands: {', '.join(group or COMMANDS)}. "
+        "Each explains itself with --help."
+    )
+
+
+def _overview(names: Sequence[str] | None = None) -> str:
+    lines = [f"slipstream {__version__}: asynchronous pre-training of language models", "", "commands:"]
+    shown = list(names or COMMANDS)
+    width = max(map(len, shown))
+    lines += [f"  {name:<{width}}  {(COMMANDS[name].__doc__ or '').splitlines()[0]}" for name in shown]
+    return "\n".join([*lines, "", "slipstream COMMAND --help explains one."])
+
+
+def _parse_config_args(kind: type[Args], argv: Sequence[str], *, prog: str) -> Args:
+    """Parse flags over a config file over the defaults."""
+    early = _early_values(argv, ("--config", "--run-dir"))
+    path = early["--config"]
+    if path is None and "--resume" in argv and early["--run-dir"] is not None:
+        own = Path(early["--run-dir"]) / "config.toml"
+        path = str(own) if own.exists() else None
+    base = load_toml(path) if path else Config()
+    tables = {field.name: getattr(base, field.name) for field in dataclasses.fields(Config)}
+    return tyro.cli(kind, args=argv, default=kind(config=path or "", **tables), prog=prog)
+
+
+def _early_values(argv: Sequence[str], flags: Sequence[str]) -> dict[str, str | None]:
+    """Return the values of a few flags before everything is parsed: the file they name holds the defaults."""
+    values: dict[str, str | None] = dict.fromkeys(flags)
+    for position, word in enumerate(argv):
+        flag, equals, _ = word.replace("_", "-").partition("=")
+        if flag in values:
+            if equals:
+                values[flag] = word.partition("=")[2]
+            elif position + 1 < len(argv):
+                values[flag] = argv[position + 1]
+    return values
+
+
+def _summary_table(summary: dict[str, object], config: Config) -> str:
+    rows = [
+        ("validation loss, before", f"{summary['val_loss_before']:.4f} nats per token"),
+        ("validation loss, after", f"{summary['val_loss']:.4f} (x), {summary['val_loss_y']:.4f} (y)"),
+        ("bits per byte", f"{summary['val_bits_per_byte']:.4f}"),
+        ("tokens per second", f"{summary['tokens_per_s']:.0f}"),
+        ("staleness, mean / max", f"{summary['staleness_mean']:.3f} / {summary['staleness_max']}"),
+        ("bubble fraction", f"{summary['bubble_fraction']:.1%}"),
+        ("weights sha256", str(summary["weights_sha256"])),
+        ("run directory", config.run_dir),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

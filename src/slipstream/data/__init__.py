@@ -1,0 +1,43 @@
+"""Text -> tokens -> batches.
+
+`prepare` turns files into shards, `open_data` checks and opens them, `Loader` makes batches, `inspect_data` shows what
+is there.
+"""
+
+from slipstream.data.dataset import Dataset, open_data
+from slipstream.data.inspection import DataReport, Sample, SplitReport, inspect_data
+from slipstream.data.loader import IGNORE, Batch, Loader, LoaderState
+from slipstream.data.manifest import Manifest, ShardInfo, SourceInfo, SplitInfo, SplitRule, TokenizerInfo, read_manifest
+from slipstream.data.prepare import builtin_source, prepare
+from slipstream.data.shards import ShardWriter, TokenArray, open_split
+from slipstream.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "BpeTokenizer",
+    "ByteTokenizer",
+    "DataReport",
+    "Dataset",
+    "Loader",
+    "LoaderState",
+    "Manifest",
+    "Sample",
+    "ShardInfo",
+    "ShardWriter",
+    "SourceInfo",
+    "SplitInfo",
+    "SplitReport",
+    "SplitRule",
+    "TokenArray",
+    "Tokenizer",
+    "TokenizerInfo",
+    "builtin_source",
+    "inspect_data",
+    "load_tokenizer",
+    "open_data",
+    "open_split",
+    "prepare",
+    "read_manifest",
+    "train_bpe",
+]

@@ -1,0 +1,103 @@
+"""What the training loop asks of whatever computes: one process, or one rank of a pipeline."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from slipstream.data.loader import Batch
+
+Point = Literal["x", "y"]
+"""Which weights: ``x`` published and trained on, ``y`` the optimizer's own."""
+
+BatchSource = Callable[[int], Batch]
+"""Gives the batch with a global index (from 0); the same one every time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What the update of one batch was made of.
+
+    Attributes:
+        step: Number of the update, from 1; it was made of batch ``step - 1``.
+        loss: Mean loss of the batch over its valid tokens, in nats, on the weights it read.
+        grad_norm: Global gradient norm before clipping.
+        lr: Peak learning rate times the schedule's factor, as used.
+        staleness: Versions between the weights read and the newest when the update was made.
+        num_tokens: Valid target tokens of the batch.
+        skipped: The gradient was not finite and the weights stayed.
+        idle_s: Seconds that ranks waited for one another since the report before, summed over ranks.
+        num_ranks: Ranks that ``idle_s`` is summed over.
+        stop: Every rank ends after this step, because one of them asked for it.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    staleness: int
+    num_tokens: int
+    skipped: bool
+    idle_s: float = 0.0
+    num_ranks: int = 1
+    stop: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of what one rank holds, right after an update.
+
+    Attributes:
+        tensors: By a name that does not depend on the number of ranks: ``y/NAME``, ``x@VERSION/NAME``,
+            ``optim/NAME/KEY``.
+        scalars: JSON values: the update path's own, the optimizers' per parameter.
+        digests: SHA-256 of each master weight held, by parameter name.
+    """
+
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, Any]
+    digests: Mapping[str, str]
+
+
+class StateReader(Protocol):
+    """A saved state, whatever number of ranks wrote it."""
+
+    @property
+    def step(self) -> int:
+        """Updates made."""
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """Names as in :attr:`Snapshot.tensors`."""
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """Scalars of all ranks, merged."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor."""
+
+
+class Executor(Protocol):
+    """One rank's share of training."""
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+
+    def run_step(self, *, stop_requested: bool = False) -> StepReport:
+        """Compute until the next update is made.
+
+        Args:
+            stop_requested: This rank was asked to stop; reported back once all ranks know.
+        """
+
+    def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
+        """Return the summed loss in nats over batches, without changing the course of training."""
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state after the newest update."""
+
+    def restore(self, state: StateReader) -> None:
+        """Continue from a saved state."""

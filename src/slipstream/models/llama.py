@@ -1,0 +1,298 @@
+"""A Llama-style decoder, whole or one pipeline stage of it.
+
+Shapes are written as suffixes of names:
+    B batch, T time, D model width, H query heads, K key/value heads, C channels of a head, F feed-forward width,
+    V vocabulary
+
+    tokens_BT -> embed -> x_BTD -> blocks 0 .. L-1 -> head (norm, matrix) -> logits_BTV
+
+    block:  x = x + dropout(attention(attention_norm(x)))
+            x = x + dropout(ffn(ffn_norm(x)))
+
+Any split into stages computes the same numbers, bit for bit: parameters are drawn by their global name, dropout
+masks by (batch, microbatch, layer, site), and nothing depends on what else the process holds.
+"""
+
+import hashlib
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.config import ModelConfig
+from slipstream.errors import ConfigError
+from slipstream.models.roles import role
+from slipstream.models.shapes import check_complete, head_dim, tied_names
+
+IGNORED_TARGET = -100
+"""A target that does not count in the loss."""
+
+DropoutKey = tuple[int, int]
+"""(batch, microbatch)"""
+
+
+def build_stage(
+    cfg: ModelConfig,
+    blocks: range,
+    *,
+    embed: bool,
+    head: bool,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> "Stage":
+    """Build a part of the model with its initial weights.
+
+    Args:
+        cfg: The model.
+        blocks: Global indices of the blocks to hold.
+        embed: Whether to hold the embedding.
+        head: Whether to hold the final norm and the head.
+        device: Where to put the parameters; ``meta`` gives shapes without memory or weights.
+        dtype: Type of the parameters and of the activations.
+
+    Raises:
+        ConfigError: Settings that do not describe a model, ``vocab_size`` still 0, or blocks that it does not have.
+
+    Cost: The parameters, and while drawing them one more of them where device or dtype is not float32 on the CPU.
+
+    Example:
+        >>> cfg = ModelConfig(num_layers=4, dim=8, num_heads=2, vocab_size=5)
+        >>> stage = build_stage(cfg, range(2, 4), embed=False, head=True)
+        >>> stage(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 5])
+    """
+    check_complete(cfg)
+    if any(layer not in range(cfg.num_layers) for layer in blocks):
+        raise ConfigError(
+            f"the blocks {blocks} were asked for, but model.num_layers is {cfg.num_layers}: allowed are 0 to "
+            f"{cfg.num_layers - 1}."
+        )
+    device = torch.device(device)
+    stage = Stage(cfg, blocks, embed=embed, head=head, device=device, dtype=dtype)
+    if device.type != "meta":
+        _draw_weights(stage, cfg)
+    return stage
+
+
+def whole_model(cfg: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> "Stage":
+    """Build all blocks with embedding and head; as :func:`build_stage`."""
+    return build_stage(cfg, range(cfg.num_layers), embed=True, head=True, device=device, dtype=dtype)
+
+
+def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the cross-entropy in nats, summed over the targets that count.
+
+    The sum, not the mean: who knows the number of valid tokens of the whole batch divides by it, once.
+
+    Args:
+        logits_BTV: Scores before the softmax; narrower types than float32 are widened first.
+        targets_BT: int64 token ids; ``IGNORED_TARGET`` where a position must not count.
+
+    Returns:
+        A scalar, at least float32.
+    """
+    wide_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    return F.cross_entropy(wide_BTV.flatten(0, -2), targets_BT.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+
+
+class Stage(nn.Module):
+    """Some blocks of the decoder, with or without embedding and head, under the names they have in the whole.
+
+    Parameters are leaves of their own everywhere, a tied embedding and head included: who updates them keeps the pair
+    equal. They may be swapped by reference between forwards (``module._parameters[name] = other``), even while a
+    backward pass is outstanding: it uses those that its forward read, with activation checkpointing too. Their values
+    must not be changed in place in between. Compiles to one graph without dropout; each dropout mask breaks it.
+    Memory comes uninitialised: :func:`build_stage` draws the weights.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, blocks: range, *, embed: bool, head: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embed = Embedding(cfg.vocab_size, cfg.dim, device=device, dtype=dtype) if embed else None
+        self.blocks = nn.ModuleDict({str(layer): Block(cfg, layer, device=device, dtype=dtype) for layer in blocks})
+        self.head = Head(cfg, device=device, dtype=dtype) if head else None
+
+    def forward(self, x: Tensor, *, dropout_key: DropoutKey | None = None) -> Tensor:
+        """Run the stage.
+
+        Args:
+            x: With the embedding, int64 tokens (B, T); without, activations (B, T, D) of the stage before.
+            dropout_key: (batch, microbatch), from which the dropout masks follow; none: evaluation, no dropout.
+
+        Returns:
+            With the head, logits (B, T, V); without, activations (B, T, D).
+        """
+        x_BTD = x if self.embed is None else self.embed(x)
+        rotary = rotary_tables(x_BTD, head_dim=head_dim(self.cfg), theta=self.cfg.rope_theta)
+        for block in self.blocks.values():
+            if self.cfg.activation_checkpointing and torch.is_grad_enabled():
+                # The weights go in as arguments, so that recomputation finds those of this forward even if others
+                # have been put in their places since. No RNG state to restore: masks come from the key.
+                weights = dict(block.named_parameters())
+                arguments = (block, weights, (x_BTD, rotary, dropout_key))
+                x_BTD = checkpoint(functional_call, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BTD = block(x_BTD, rotary, dropout_key)
+        return x_BTD if self.head is None else cast(Tensor, self.head(x_BTD))
+
+
+class Linear(nn.Linear):
+    """A matrix without bias, left uninitialised: weights are drawn by name once the stage stands."""
+
+    def __init__(self, in_features: int, out_features: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Leave the memory and the global random state as they are."""
+
+
+class Embedding(nn.Embedding):
+    """A row a token, left uninitialised as :class:`Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory and the global random state as they are."""
+
+
+class Head(Linear):
+    """Final norm, then one score a token of the vocabulary."""
+
+    def __init__(self, cfg: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(cfg.dim, cfg.vocab_size, device=device, dtype=dtype)
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return logits (B, T, V)."""
+        return super().forward(self.norm(x_BTD))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normed before, dropped out after and added to the residual stream."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.layer = layer
+        # torch's RMSNorm takes the mean square in float32 also where its input is narrower.
+        self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
+        self.attention = Attention(cfg, device=device, dtype=dtype)
+        self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
+        self.ffn = FeedForward(cfg, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], dropout_key: DropoutKey | None) -> Tensor:
+        """Return the residual stream after the block (B, T, D)."""
+        x_BTD = x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), rotary), "attention", dropout_key)
+        return x_BTD + self._dropped(self.ffn(self.ffn_norm(x_BTD)), "ffn", dropout_key)
+
+    def _dropped(self, x_BTD: Tensor, site: str, dropout_key: DropoutKey | None) -> Tensor:
+        if self.cfg.dropout == 0 or dropout_key is None:
+            return x_BTD
+        seed = _stable_seed("dropout", self.cfg.seed, *dropout_key, self.layer, site)
+        generator = torch.Generator(x_BTD.device).manual_seed(seed)
+        kept_BTD = torch.rand(x_BTD.shape, generator=generator, device=x_BTD.device) >= self.cfg.dropout
+        return x_BTD * (kept_BTD / (1 - self.cfg.dropout)).to(x_BTD.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions: H query heads share K key/value heads."""
+
+    def __init__(self, cfg: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.channels = head_dim(cfg)
+        kv_width = cfg.num_kv_heads * self.channels
+        self.q = Linear(cfg.dim, cfg.dim, device=device, dtype=dtype)
+        self.k = Linear(cfg.dim, kv_width, device=device, dtype=dtype)
+        self.v = Linear(cfg.dim, kv_width, device=device, dtype=dtype)
+        self.o = Linear(cfg.dim, cfg.dim, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the attended values (B, T, D); position t sees positions 0 to t."""
+        q_BTHC = rotate(self.q(x_BTD).unflatten(-1, (-1, self.channels)), rotary)
+        k_BTKC = rotate(self.k(x_BTD).unflatten(-1, (-1, self.channels)), rotary)
+        v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.channels))
+        out_BHTC = F.scaled_dot_product_attention(
+            q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return cast(Tensor, self.o(out_BHTC.transpose(1, 2).flatten(-2)))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), inner width F."""
+
+    def __init__(self, cfg: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Linear(cfg.dim, cfg.ffn_dim, device=device, dtype=dtype)
+        self.up = Linear(cfg.dim, cfg.ffn_dim, device=device, dtype=dtype)
+        self.down = Linear(cfg.ffn_dim, cfg.dim, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return (B, T, D)."""
+        return cast(Tensor, self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD)))
+
+
+def rotary_tables(x_BTD: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    r"""Return cosine and sine of the rotary angles, :math:`t \, \theta^{-2i/C}` at position t for channel pair i.
+
+    Angles are taken in float64, for they grow with the position. Computed anew for each forward: the tables are small,
+    and a buffer would be cast with the module to bfloat16, or lost when it comes from the meta device.
+
+    Args:
+        x_BTD: Gives the number of positions, device and type.
+        head_dim: C, even.
+        theta: Base of the frequencies.
+
+    Returns:
+        Two tables (T, C/2), at least float32.
+
+    Source: Su et al., RoFormer, arXiv 2104.09864, equation 15.
+    """
+    positions_T = torch.arange(x_BTD.shape[1], dtype=torch.float64, device=x_BTD.device)
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=x_BTD.device)
+    angles = torch.outer(positions_T, theta ** (-pairs / head_dim))
+    dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x_BTHC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the channel pairs (i, i + C/2) of each head by the angle of their position.
+
+    Halves are paired, not neighbours: the layout of Llama weights on the Hugging Face hub.
+
+    Args:
+        x_BTHC: Queries or keys.
+        rotary: As :func:`rotary_tables` gives it; its type is the one computed in.
+
+    Returns:
+        The same shape and type as ``x_BTHC``.
+    """
+    cos, sin = (table.unsqueeze(1) for table in rotary)  # (T, 1, C/2): the same for all heads
+    first, second = x_BTHC.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)
+
+
+@torch.no_grad()
+def _draw_weights(stage: Stage, cfg: ModelConfig) -> None:
+    """Fill norms with 1 and matrices with normal numbers that depend on the seed and the global name alone."""
+    tied = tied_names(cfg)
+    for name, parameter in stage.named_parameters():
+        kind = role(name)
+        if kind == "norm":
+            parameter.fill_(1.0)
+            continue
+        # What writes to the residual stream is smaller, since 2 L such terms add up (GPT-2's rule).
+        std = cfg.init_std / (2 * cfg.num_layers) ** 0.5 if kind in ("o", "ffn_down") else cfg.init_std
+        generator = torch.Generator().manual_seed(_stable_seed("weights", cfg.seed, tied.get(name, name)))
+        # Drawn as float32 on the CPU always: the same weights on any device, rounded to dtype.
+        plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+        drawn = parameter if plain else torch.empty(parameter.shape, dtype=torch.float32)
+        parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+
+
+def _stable_seed(*parts: str | int) -> int:
+    """Return a seed that is the same in every process, unlike Python's own hash."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,246 @@
+"""Checkpoints: one folder a step, one safetensors file and one JSON file a rank, a manifest that makes it complete.
+
+A folder is written beside its final place and renamed when whole, so a reader never sees half of one. Everything is
+kept by parameter name, so any number of ranks can read what any other number wrote.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipstream.assembly import combined_digest
+from slipstream.errors import CheckpointError
+from slipstream.executor import Snapshot
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+GatherRecords = Callable[[int, dict[str, Any]], list[dict[str, Any]] | None]
+"""Takes a step and this rank's record; returns every rank's on rank 0, ``None`` elsewhere."""
+
+
+class CheckpointWriter:
+    """Saves snapshots in the background and keeps the newest ``keep_last``.
+
+    Args:
+        folder: The run's ``checkpoints`` folder.
+        rank: This writer's number; rank 0 completes and prunes.
+        gather: Collects the ranks' records without stopping them.
+        keep_last: Complete checkpoints kept; at least 1.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0, gather: GatherRecords | None = None, keep_last: int = 2) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._gather: GatherRecords = gather or (lambda step, record: [record])
+        self._keep_last = keep_last
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[str | None] | None = None
+
+    def save(self, step: int, snapshot: Snapshot, manifest: Mapping[str, Any]) -> None:
+        """Begin to save; waits for the previous save first.
+
+        Args:
+            step: Updates made.
+            snapshot: This rank's state; must not change any more.
+            manifest: What rank 0 adds to the manifest (config, data cursor, versions).
+
+        Raises:
+            CheckpointError: The *previous* save failed.
+        """
+        self.wait()
+        self._pending = self._thread.submit(self._save, step, snapshot, manifest)
+
+    def wait(self) -> str | None:
+        """Wait until the last save is complete; return its weights digest (rank 0 only).
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        try:
+            return pending.result()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot save a checkpoint in {self._folder}: {error.strerror or error}. Free space or choose another "
+                "run directory, then go on with --resume."
+            ) from error
+
+    def _save(self, step: int, snapshot: Snapshot, manifest: Mapping[str, Any]) -> str | None:
+        part = self._folder / f".saving-{step:08d}"
+        part.mkdir(parents=True, exist_ok=True)
+        stem = f"rank-{self._rank}"
+        save_file(dict(snapshot.tensors), part / f"{stem}.safetensors")
+        (part / f"{stem}.json").write_text(json.dumps(snapshot.scalars))
+        files = {}
+        for name in (f"{stem}.safetensors", f"{stem}.json"):
+            _sync(part / name)
+            files[name] = {"sha256": file_digest(part / name), "num_bytes": (part / name).stat().st_size}
+        records = self._gather(step, {"files": files, "digests": dict(snapshot.digests)})
+        if records is None:
+            return None
+        return self._complete(step, part, records, manifest)
+
+    def _complete(
+        self, step: int, part: Path, records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any]
+    ) -> str:
+        digests: dict[str, str] = {}
+        files: dict[str, Any] = {}
+        for record in records:
+            digests |= record["digests"]
+            files |= record["files"]
+        for stale in {path.name for path in part.iterdir()} - set(files):
+            (part / stale).unlink()  # left by an interrupted save with more ranks
+        weights = combined_digest(digests)
+        whole = {"format_version": FORMAT_VERSION, "step": step, "weights_sha256": weights, "files": files} | dict(
+            manifest
+        )
+        (part / MANIFEST).write_text(json.dumps(whole, indent=1))
+        _sync(part / MANIFEST)
+        _sync(part)
+        final = self._folder / f"step-{step:08d}"
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(part, final)
+        _sync(self._folder)
+        for old in checkpoint_folders(self._folder)[self._keep_last :]:
+            shutil.rmtree(old)
+        return weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk; reads tensors one at a time.
+
+    Args:
+        folder: A ``step-...`` folder.
+        manifest: Its parsed manifest.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Updates made."""
+        return int(self.manifest["step"])
+
+    @cached_property
+    def _place(self) -> dict[str, Path]:
+        place: dict[str, Path] = {}
+        for file in self.manifest["files"]:
+            if file.endswith(".safetensors"):
+                with safe_open(self.folder / file, framework="pt") as tensors:
+                    place |= dict.fromkeys(tensors.keys(), self.folder / file)
+        return place
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """Names of all saved tensors."""
+        return frozenset(self._place)
+
+    @cached_property
+    def scalars(self) -> Mapping[str, Any]:
+        """Scalars of all ranks, merged: what is per parameter by name, what all ranks share once."""
+        merged: dict[str, Any] = {"optim": {}}
+        for file in sorted(self.manifest["files"]):
+            if file.endswith(".json"):
+                part = json.loads((self.folder / file).read_text())
+                merged["optim"] |= part.pop("optim")
+                merged |= part
+        return merged
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor.
+
+        Raises:
+            CheckpointError: There is none of that name.
+        """
+        if name not in self._place:
+            raise CheckpointError(
+                f"the checkpoint {self.folder} has no tensor '{name}'. It belongs to another model or optimizer; "
+                "resume with the settings it was saved with."
+            )
+        with safe_open(self._place[name], framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the step folders of a run, newest first."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Find the newest checkpoint whose files are all there and as they were written.
+
+    Args:
+        folder: The run's ``checkpoints`` folder; need not exist.
+
+    Returns:
+        The checkpoint, or ``None``; and a sentence for each newer one that was passed over.
+    """
+    passed_over: list[str] = []
+    for candidate in checkpoint_folders(folder):
+        try:
+            return open_checkpoint(candidate), passed_over
+        except CheckpointError as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open one step folder and verify every file against its manifest.
+
+    Raises:
+        CheckpointError: The manifest or a file is missing, truncated or changed.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = manifest["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"the checkpoint {folder} is incomplete: its {MANIFEST} cannot be read.") from error
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"the checkpoint {folder} has format {manifest.get('format_version')}, this version reads {FORMAT_VERSION}."
+        )
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != record["num_bytes"]:
+            raise CheckpointError(f"the checkpoint {folder} is incomplete: {name} is missing or cut short.")
+        if file_digest(path) != record["sha256"]:
+            raise CheckpointError(f"the checkpoint {folder} is corrupt: {name} does not match its checksum.")
+    checkpoint = Checkpoint(folder, manifest)
+    try:
+        _ = checkpoint.tensor_names
+    except SafetensorError as error:
+        raise CheckpointError(f"the checkpoint {folder} is corrupt: {error}.") from error
+    return checkpoint
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, as 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""Held-out loss on the published weights x and on the optimizer's own weights y."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.data.loader import Batch
+from slipstream.executor import Executor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Mean loss over the validation tokens.
+
+    Attributes:
+        val_loss: Nats per token, on the published weights x.
+        val_loss_y: Nats per token, on the optimizer's weights y.
+        val_bits_per_byte: Bits per byte of the text behind those tokens, on x.
+        num_tokens: Tokens predicted.
+    """
+
+    val_loss: float
+    val_loss_y: float
+    val_bits_per_byte: float
+    num_tokens: int
+
+
+def evaluate(
+    executor: Executor, batches: Sequence[Batch], *, token_bytes: np.ndarray, has_two_points: bool
+) -> Evaluation:
+    """Evaluate on every rank alike.
+
+    Args:
+        executor: Holds the weights.
+        batches: The same validation batches every time.
+        token_bytes: UTF-8 bytes behind each token id, shape (vocab_size,).
+        has_two_points: Whether x and y can differ; otherwise one pass serves both.
+    """
+    targets = [batch.targets[batch.targets >= 0] for batch in batches]
+    num_tokens = sum(batch.size for batch in targets)
+    num_bytes = sum(int(token_bytes[batch].sum()) for batch in targets)
+    nats_x = executor.evaluate(batches, "x")
+    nats_y = executor.evaluate(batches, "y") if has_two_points else nats_x
+    return Evaluation(
+        val_loss=nats_x / num_tokens,
+        val_loss_y=nats_y / num_tokens,
+        val_bits_per_byte=nats_x / math.log(2) / num_bytes if num_bytes else math.nan,
+        num_tokens=num_tokens,
+    )

@@ -1,0 +1,163 @@
+"""Metrics: JSON lines on disk, running figures, and the log line."""
+
+import dataclasses
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.errors import CheckpointError
+
+PEAK_FLOPS_BF16: Mapping[str, float] = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165e12,
+}
+"""Dense bfloat16 peak in FLOP/s by a part of the device's name, from the makers' data sheets."""
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line, each flushed as it is written.
+
+    Args:
+        path: Created when missing.
+        resume_step: Rows with a larger ``step`` are removed first: a resumed run makes them anew.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
+        kept = [row for row in read_json_lines(path) if row["step"] <= resume_step] if path.exists() else []
+        staged = path.with_suffix(".tmp")
+        staged.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        staged.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one object; floats keep full precision."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file; a last line cut short by a crash is left out.
+
+    Raises:
+        CheckpointError: A line before the last is not JSON.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise CheckpointError(f"{path}, line {number} is not JSON; mend or remove the line.") from error
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Figures over all steps of a run, also over its resumptions, from the rows of ``metrics.jsonl``."""
+
+    tokens_per_s: float
+    bubble_fraction: float
+    staleness_mean: float
+    staleness_max: int
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], *, num_warmup_rows: int = 2) -> "Totals":
+        """Sum up.
+
+        Args:
+            rows: One a step.
+            num_warmup_rows: Leading rows left out of the throughput where there are more than twice as many.
+        """
+        rows = list(rows)
+        timed = rows[num_warmup_rows:] if len(rows) > 2 * num_warmup_rows else rows
+        return cls(
+            tokens_per_s=sum(row["num_tokens"] for row in timed) / max(sum(row["step_s"] for row in timed), 1e-9),
+            bubble_fraction=statistics.fmean(row["bubble_fraction"] for row in timed) if timed else 0.0,
+            staleness_mean=statistics.fmean(row["staleness_mean"] for row in rows) if rows else 0.0,
+            staleness_max=max((row["staleness_max"] for row in rows), default=0),
+        )
+
+
+def model_flops_utilisation(tokens_per_s: float, flops_per_token: float, device: torch.device) -> float | None:
+    """Return the share of the device's peak, or ``None`` where the peak is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if part in name]
+    return tokens_per_s * flops_per_token / peaks[0] if peaks else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held: on the device, or of the process itself on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def log_line(row: Mapping[str, Any], *, num_steps: int, eta_s: float) -> str:
+    """Return one step's line.
+
+    Args:
+        row: A row of ``metrics.jsonl``.
+        num_steps: Steps of the run.
+        eta_s: Expected seconds to its end.
+    """
+    mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "n/a"
+    parts = [
+        f"step {row['step']}/{num_steps}",
+        f"loss {row['loss']:.3f}",
+        f"lr {row['lr']:.1e}",
+        f"gnorm {row['grad_norm']:.2f}",
+        f"tok/s {quantity(row['tokens_per_s'])}",
+        f"mfu {mfu}",
+        f"mem {quantity(row['peak_memory_bytes'])}",
+        f"staleness {row['staleness_mean']:.1f}/{row['staleness_max']}",
+        f"bubble {row['bubble_fraction']:.0%}",
+        f"data {row['data_fraction']:.1%}",
+        f"eta {duration(eta_s)}",
+    ]
+    return " | ".join(parts) + (" | SKIPPED (non-finite gradient)" if row["skipped"] else "")
+
+
+def quantity(value: float) -> str:
+    """Return a number with a decimal prefix.
+
+    Example:
+        >>> quantity(51234.0), quantity(1.9e9), quantity(12.0)
+        ('51.2k', '1.9G', '12')
+    """
+    for factor, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.1f}{sign}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time to two places.
+
+    Example:
+        >>> duration(45), duration(725), duration(7300)
+        ('45s', '12m05s', '2h01m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

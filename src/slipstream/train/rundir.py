@@ -1,0 +1,84 @@
+"""The run directory: what lies where, and who may write into one that is in use."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Paths of one run.
+
+    Args:
+        path: The folder; made by :meth:`prepare`.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One JSON object an evaluation."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Written when the last step is done: a run without it is not finished."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """A folder a saved step."""
+        return self.path / "checkpoints"
+
+    def _files(self) -> list[Path]:
+        return [self.config, self.metrics, self.evaluations, self.summary, self.checkpoints]
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has begun here."""
+        return self.config.exists() or self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuse to touch a run that is already here, unless told what to do with it. Changes nothing.
+
+        Raises:
+            ConfigError: The folder holds a run and neither flag is given, or both are, or it is no folder.
+        """
+        if resume and overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other: continue the run, or begin it anew?")
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"the run directory {self.path} is a file. Choose another --run-dir.")
+        if self.holds_run and not (resume or overwrite):
+            raise ConfigError(
+                f"the run directory {self.path} already holds a run. Continue it with --resume, begin anew with "
+                "--overwrite (its metrics and checkpoints are removed), or choose another --run-dir."
+            )
+
+    def prepare(self, *, resume: bool) -> None:
+        """Make the folder; without ``resume``, remove what an earlier run left in it, and nothing else."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the run directory {self.path}: {error.strerror}. Choose another --run-dir."
+            ) from error
+        if not resume:
+            for path in self._files():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        for partial in self.checkpoints.glob(".saving-*"):
+            shutil.rmtree(partial)

@@ -1,0 +1,266 @@
+"""The training loop; every rank of a run goes through the same one."""
+
+import collections
+import dataclasses
+import json
+import math
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slipstream.config import Config, config_hash, to_dict
+from slipstream.data.loader import Batch
+from slipstream.data.tokenizer import Tokenizer
+from slipstream.errors import NonFiniteError
+from slipstream.executor import BatchSource, Executor, StepReport
+from slipstream.models.shapes import flops_per_token
+from slipstream.train.checkpoint import Checkpoint, CheckpointWriter
+from slipstream.train.evaluate import Evaluation, evaluate
+from slipstream.train.metrics import JsonLines, Totals, model_flops_utilisation, peak_memory_bytes, read_json_lines
+from slipstream.train.progress import Reporter
+from slipstream.train.rundir import RunDir
+
+
+class TimedSource:
+    """Counts the seconds spent in fetching batches.
+
+    Args:
+        source: Gives the batch of an index.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self._spent_s = 0.0
+
+    def __call__(self, index: int) -> Batch:
+        """Return the batch of an index."""
+        begin = time.perf_counter()
+        batch = self._source(index)
+        self._spent_s += time.perf_counter() - begin
+        return batch
+
+    def take_s(self) -> float:
+        """Return the seconds since the last call."""
+        spent, self._spent_s = self._spent_s, 0.0
+        return spent
+
+
+@dataclasses.dataclass
+class StopFlag:
+    """Set when the process was asked to stop."""
+
+    requested: bool = False
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopFlag]:
+    """Turn the first SIGTERM or Ctrl-C into a request to stop after the step; a second one acts at once."""
+    flag = StopFlag()
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, frame: object) -> None:
+        flag.requested = True
+        signal.signal(number, previous[signal.Signals(number)])
+
+    try:
+        for number in previous:
+            signal.signal(number, handle)
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Trainer:
+    """Runs an executor to the last step, with evaluations, checkpoints and metrics when they are due.
+
+    Args:
+        config: Resolved settings.
+        executor: This rank's share of training, at the step to continue from.
+        source: Where the executor takes its batches from.
+        validation: Batches to evaluate on.
+        tokenizer: Whose ids the batches hold.
+        data_sha256: Identifies the data.
+        run_dir: Where to write.
+        writer: Saves checkpoints.
+        reporter: Is told of every event; silent on ranks other than 0.
+        rank: 0 writes the run directory's files.
+        resumed: The checkpoint the executor was restored from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        executor: Executor,
+        *,
+        source: TimedSource,
+        validation: Sequence[Batch],
+        tokenizer: Tokenizer,
+        data_sha256: str,
+        run_dir: RunDir,
+        writer: CheckpointWriter,
+        reporter: Reporter,
+        device: torch.device,
+        rank: int = 0,
+        resumed: Checkpoint | None = None,
+    ) -> None:
+        self._config = config
+        self._executor = executor
+        self._source = source
+        self._validation = validation
+        self._tokenizer = tokenizer
+        self._data_sha256 = data_sha256
+        self._run_dir = run_dir
+        self._writer = writer
+        self._reporter = reporter
+        self._device = device
+        self._rank = rank
+        self._resumed = resumed
+        self._step_times: collections.deque[float] = collections.deque(maxlen=50)
+        self._skipped_in_a_row = 0
+        self._weights_sha256 = str(resumed.manifest["weights_sha256"]) if resumed else ""
+        if rank == 0:
+            self._metrics = JsonLines(run_dir.metrics, resume_step=executor.step)
+            self._evaluations = JsonLines(run_dir.evaluations, resume_step=executor.step)
+
+    def run(self) -> dict[str, Any] | None:
+        """Train to the last step.
+
+        Returns:
+            The summary, on rank 0 of a run that reached its last step; ``None`` elsewhere, and where the run was
+            asked to stop and has saved.
+
+        Raises:
+            NonFiniteError: A loss was not finite, or too many gradients in a row were not.
+        """
+        executor, config = self._executor, self._config
+        self._reporter.start(step=executor.step, num_steps=config.train.num_steps)
+        try:
+            with stop_signals() as stop:
+                if executor.step == 0:
+                    self._evaluate()
+                stopped = False
+                while executor.step < config.train.num_steps and not stopped:
+                    begin = time.perf_counter()
+                    report = executor.run_step(stop_requested=stop.requested)
+                    self._record(report, time.perf_counter() - begin)
+                    last = report.step == config.train.num_steps
+                    stopped = report.stop and not last
+                    if last or _due(report.step, config.evaluate.every_steps):
+                        self._evaluate()
+                    if last or stopped or _due(report.step, config.checkpoint.every_steps):
+                        self._save()
+                self._weights_sha256 = self._writer.wait() or self._weights_sha256
+        finally:
+            self._reporter.close()
+        if stopped:
+            self._reporter.note(
+                f"stopped at step {executor.step}, state saved; continue with: "
+                f"slipstream train --run-dir {self._run_dir.path} --resume"
+            )
+            return None
+        return self._summarize() if self._rank == 0 else None
+
+    def _record(self, report: StepReport, step_s: float) -> None:
+        if not math.isfinite(report.loss):
+            raise NonFiniteError(
+                f"non-finite loss: batch {report.step - 1} has a loss of {report.loss} at step {report.step}. Nothing was saved after "
+                "it. Lower optim.lr or raise optim.lr_warmup_steps, then go on from the last checkpoint with --resume."
+            )
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if report.skipped else 0
+        if self._skipped_in_a_row > self._config.train.max_skipped_steps:
+            raise NonFiniteError(
+                f"non-finite gradients: those of the last {self._skipped_in_a_row} batches, up to batch {report.step - 1} at step "
+                f"{report.step}; train.max_skipped_steps allows "
+                f"{self._config.train.max_skipped_steps} in a row. Lower optim.lr, then go on with --resume."
+            )
+        self._step_times.append(step_s)
+        if self._rank != 0:
+            return
+        tokens_per_s = report.num_tokens / step_s
+        flops = flops_per_token(self._config.model, self._config.data.sequence_length)
+        row = {
+            "step": report.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": report.lr,
+            "tokens_per_s": tokens_per_s,
+            "staleness_mean": float(report.staleness),
+            "staleness_max": report.staleness,
+            "bubble_fraction": report.idle_s / (report.num_ranks * step_s),
+            "step_s": step_s,
+            "num_tokens": report.num_tokens,
+            "data_fraction": self._source.take_s() / step_s,
+            "mfu": model_flops_utilisation(tokens_per_s, flops, self._device),
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "skipped": report.skipped,
+        }
+        self._metrics.write(row)
+        remaining = self._config.train.num_steps - report.step
+        self._reporter.on_step(row, eta_s=remaining * statistics.fmean(self._step_times))
+
+    def _evaluate(self) -> None:
+        begin = time.perf_counter()
+        evaluation: Evaluation = evaluate(
+            self._executor,
+            self._validation,
+            token_bytes=self._tokenizer.token_bytes(),
+            has_two_points=self._config.staleness.error_feedback != 0,
+        )
+        if self._rank == 0:
+            spent_s = time.perf_counter() - begin
+            step = self._executor.step
+            self._evaluations.write({"step": step} | dataclasses.asdict(evaluation) | {"evaluation_s": spent_s})
+            self._reporter.note(
+                f"evaluation at step {step}: val_loss {evaluation.val_loss:.4f} (x) {evaluation.val_loss_y:.4f} (y), "
+                f"{evaluation.val_bits_per_byte:.4f} bits per byte, {evaluation.num_tokens} tokens in {spent_s:.1f}s"
+            )
+
+    def _save(self) -> None:
+        step = self._executor.step
+        manifest = {
+            "config": to_dict(self._config),
+            "config_hash": config_hash(self._config),
+            "tokenizer": self._tokenizer.fingerprint(),
+            "data_sha256": self._data_sha256,
+            "next_sequence": step * self._config.batch_size,
+            "versions": {"torch": torch.__version__},
+        }
+        self._writer.save(step, self._executor.snapshot(), manifest)
+
+    def _summarize(self) -> dict[str, Any]:
+        config = self._config
+        rows = read_json_lines(self._run_dir.metrics)
+        evaluations = read_json_lines(self._run_dir.evaluations)
+        is_pipeline = config.executor == "pipeline"
+        last = evaluations[-1]
+        summary = {
+            "num_steps": self._executor.step,
+            "executor": config.executor,
+            "pipeline_schedule": config.pipeline.pipeline_schedule if is_pipeline else None,
+            "num_stages": config.pipeline.num_stages if is_pipeline else 1,
+            "num_microbatches": config.pipeline.num_microbatches,
+            "optimizer": config.optim.name,
+            "delay": config.staleness.delay,
+            "error_feedback": config.staleness.error_feedback,
+            "train_loss": rows[-1]["loss"],
+            "val_loss_before": evaluations[0]["val_loss"],
+            "val_loss": last["val_loss"],
+            "val_loss_y": last["val_loss_y"],
+            "val_bits_per_byte": last["val_bits_per_byte"],
+            "num_skipped": sum(row["skipped"] for row in rows),
+            "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
+            "weights_sha256": self._weights_sha256,
+            "config_hash": config_hash(config),
+        } | dataclasses.asdict(Totals.of(rows))
+        self._run_dir.summary.write_text(json.dumps(summary, indent=1) + "\n")
+        return summary
+
+
+def _due(step: int, every_steps: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0

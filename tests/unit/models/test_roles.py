@@ -1,0 +1,45 @@
+"""Roles follow from names alone."""
+
+import pytest
+
+from slipstream.config import ModelConfig
+from slipstream.errors import ConfigError
+from slipstream.models.roles import is_matrix_role, role
+from slipstream.models.shapes import parameter_shapes
+
+CFG = ModelConfig(num_layers=2, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=11, tie_embeddings=True)
+
+
+def test_every_parameter_of_the_decoder_has_its_role():
+    roles = {name.replace("blocks.1.", ""): role(name) for name in parameter_shapes(CFG) if "blocks.0." not in name}
+    assert roles == {
+        "embed.weight": "embedding",
+        "attention_norm.weight": "norm",
+        "attention.q.weight": "q",
+        "attention.k.weight": "k",
+        "attention.v.weight": "v",
+        "attention.o.weight": "o",
+        "ffn_norm.weight": "norm",
+        "ffn.gate.weight": "ffn_gate",
+        "ffn.up.weight": "ffn_up",
+        "ffn.down.weight": "ffn_down",
+        "head.weight": "head",
+        "head.norm.weight": "norm",
+    }
+
+
+def test_matrices_are_those_inside_blocks_and_never_embedding_head_or_router():
+    chosen = {name for name in parameter_shapes(CFG) if is_matrix_role(role(name))}
+    assert chosen == {name for name, shape in parameter_shapes(CFG).items() if "blocks." in name and len(shape) == 2}
+    assert not is_matrix_role(role("blocks.0.ffn.router.weight"))
+    assert not is_matrix_role(role("blocks.0.attention.q.bias"))
+
+
+def test_prefixes_of_wrappers_do_not_matter():
+    assert role("_orig_mod.module.blocks.3.ffn.up.weight") == "ffn_up"
+
+
+@pytest.mark.parametrize("name", ["conv1.weight", "blocks.0.attention.q.scale", "weight", ""])
+def test_an_unknown_name_is_an_error_that_says_what_to_do(name):
+    with pytest.raises(ConfigError, match="role function of your own"):
+        role(name)

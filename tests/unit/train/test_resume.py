@@ -1,0 +1,172 @@
+"""2N steps == N + resume + N, bitwise, through the files on disk."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import from_dict
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.train.launch import launch
+from slipstream.train.metrics import read_json_lines
+from slipstream.train.progress import SilentReporter
+
+
+def settings(run_dir: Path, *, num_steps: int, **changes):
+    tables = {
+        "run_dir": str(run_dir),
+        "data": {"sequence_length": 16},
+        "model": {"num_layers": 1, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 24, "dropout": 0.1},
+        "optim": {"lr": 0.01, "lr_warmup_steps": 2, "lr_total_steps": 40},
+        "pipeline": {"num_microbatches": 2},
+        "train": {"num_steps": num_steps, "microbatch_size": 2},
+        "evaluate": {"num_sequences": 4},
+    }
+    for name, change in changes.items():
+        tables[name] = tables.get(name, {}) | change
+    return from_dict(tables)
+
+
+def train(run_dir: Path, *, num_steps: int, resume: bool = False, reporter=None, allow_change=(), **changes):
+    config = settings(run_dir, num_steps=num_steps, **changes)
+    return launch(config, reporter=reporter or SilentReporter(), resume=resume, allow_change=allow_change)
+
+
+def trajectory(run_dir: Path):
+    keys = ("step", "loss", "grad_norm", "lr", "staleness_mean", "staleness_max")
+    return [tuple(row[key] for key in keys) for row in read_json_lines(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon", "torch.optim.NAdam"])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_resumed_equals_continuous(tmp_path, rule, delay):
+    options = {"optim": {"name": rule}, "staleness": {"delay": delay, "error_feedback": 1.0}}
+    whole = train(tmp_path / "whole", num_steps=8, **options)
+    train(tmp_path / "halves", num_steps=4, **options)
+    halves = train(tmp_path / "halves", num_steps=8, resume=True, **options)
+    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
+    for key in ("weights_sha256", "val_loss", "val_loss_y", "staleness_mean"):
+        assert whole[key] == halves[key], key
+
+
+def test_resume_before_anything_stale_was_made(tmp_path):
+    """At step 1 with delay 3 fewer versions exist than buffers."""
+    options = {"staleness": {"delay": 3, "error_feedback": 2.0}, "optim": {"name": "muon"}}
+    whole = train(tmp_path / "whole", num_steps=5, **options)
+    train(tmp_path / "parts", num_steps=1, **options)
+    parts = train(tmp_path / "parts", num_steps=5, resume=True, **options)
+    assert whole["weights_sha256"] == parts["weights_sha256"]
+
+
+def test_resume_across_the_end_of_an_epoch(tmp_path):
+    text = tmp_path / "small.txt"
+    text.write_text("".join(f"line {i} of a small text\n" for i in range(60)))
+    from slipstream.data import prepare
+
+    prepare([str(text)], tmp_path / "data")
+    data = {"data": {"path": str(tmp_path / "data"), "sequence_length": 16}}
+    whole = train(tmp_path / "whole", num_steps=40, **data)
+    train(tmp_path / "halves", num_steps=23, **data)
+    halves = train(tmp_path / "halves", num_steps=40, resume=True, **data)
+    assert whole["weights_sha256"] == halves["weights_sha256"]
+
+
+def test_resume_at_the_last_step_changes_nothing(tmp_path):
+    first = train(tmp_path, num_steps=3)
+    again = train(tmp_path, num_steps=3, resume=True)
+    assert first == again
+    assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_rows_after_the_checkpoint_are_made_anew(tmp_path):
+    train(tmp_path, num_steps=4, checkpoint={"every_steps": 2, "keep_last": 5})
+    before = trajectory(tmp_path)
+    last = tmp_path / "checkpoints" / "step-00000004"
+    (last / "manifest.json").unlink()
+    said = []
+
+    class Listener(SilentReporter):
+        def note(self, text):
+            said.append(text)
+
+    train(tmp_path, num_steps=4, resume=True, reporter=Listener())
+    assert trajectory(tmp_path) == before
+    assert any("step-00000004 is incomplete" in text and "Falling back" in text for text in said)
+    assert any("resuming at step 2" in text for text in said)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
+    train(tmp_path, num_steps=4, checkpoint={"every_steps": 2, "keep_last": 5})
+    file = tmp_path / "checkpoints" / "step-00000004" / "rank-0.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        file.write_bytes(data[:-10])
+    elif damage == "flip":
+        data[-10] ^= 1
+        file.write_bytes(data)
+    else:
+        file.unlink()
+    said = []
+
+    class Listener(SilentReporter):
+        def note(self, text):
+            said.append(text)
+
+    train(tmp_path, num_steps=4, resume=True, reporter=Listener())
+    assert any("resuming at step 2" in text for text in said)
+
+
+def test_no_complete_checkpoint_at_all_is_an_error_and_nothing_is_lost(tmp_path):
+    train(tmp_path, num_steps=2)
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{")
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is complete"):
+        train(tmp_path, num_steps=4, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_what_alters_the_trajectory_must_be_allowed_by_name(tmp_path):
+    train(tmp_path, num_steps=2)
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.01 -> 0\.02(.|\n)*--allow-change optim\.lr"):
+        train(tmp_path, num_steps=4, resume=True, optim={"lr": 0.02})
+    train(tmp_path, num_steps=4, resume=True, optim={"lr": 0.02}, allow_change=("optim.lr",))
+    assert read_json_lines(tmp_path / "metrics.jsonl")[-1]["lr"] > 0.01
+
+
+def test_free_settings_may_change(tmp_path):
+    train(tmp_path, num_steps=2)
+    train(tmp_path, num_steps=3, resume=True, checkpoint={"keep_last": 1}, log={"every_steps": 1})
+
+
+def test_delay_may_grow_when_allowed(tmp_path):
+    train(tmp_path, num_steps=2, staleness={"delay": 0})
+    train(tmp_path, num_steps=5, resume=True, staleness={"delay": 2}, allow_change=("staleness.delay",))
+    assert [row["staleness_max"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [0, 0, 2, 2, 2]
+
+
+def test_a_total_left_open_stays_what_it_was(tmp_path):
+    config = {"optim": {"lr": 0.01}}
+    tables = settings(tmp_path, num_steps=4)
+    import dataclasses
+
+    open_total = dataclasses.replace(tables, optim=dataclasses.replace(tables.optim, lr_total_steps=None))
+    launch(open_total, reporter=SilentReporter())
+    longer = dataclasses.replace(open_total, train=dataclasses.replace(open_total.train, num_steps=6))
+    launch(longer, reporter=SilentReporter(), resume=True)
+    rows = read_json_lines(tmp_path / "metrics.jsonl")
+    assert rows[3]["lr"] == rows[5]["lr"] == pytest.approx(config["optim"]["lr"] * 0.1)
+
+
+def test_keep_last_never_removes_the_only_one(tmp_path):
+    train(tmp_path, num_steps=4, checkpoint={"every_steps": 1, "keep_last": 1})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_the_manifest_says_what_the_checkpoint_is(tmp_path):
+    summary = train(tmp_path, num_steps=2)
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    assert manifest["weights_sha256"] == summary["weights_sha256"]
+    assert manifest["next_sequence"] == 8
+    assert manifest["config"]["optim"]["lr"] == 0.01
+    assert len(manifest["tokenizer"]) == len(manifest["data_sha256"]) == 64
