@@ -77,7 +77,7 @@ def inspect_data(
     Example:
         >>> report = inspect_data("", num_samples=1, sample_tokens=9)
         >>> [(split.name, split.samples[0].text) for split in report.splits]
-        []
+        [('train', 'MENENIUS:'), ('validation', 'First Cit')]
     """
     data = open_data(folder, verify=verify)
     return DataReport(

@@ -1,5 +1,6 @@
 """From settings to optimizers: which rule takes which parameter, with which step size and decay."""
 
+import dataclasses
 import importlib
 import inspect
 import math
@@ -68,8 +69,7 @@ def build_optimizers(
             routed["muon" if is_block_matrix else "adamw"][name] = param
     built = {}
     for rule, part in routed.items():
-        settings = _Settings(cfg, beside_muon=rule != cfg.name)
-        cls = find_rule(rule)
+        cls, settings = find_rule(rule), _settings(cfg, rule)
         _check_args(cls, settings)
         if part:
             built[rule] = _build_rule(cls, part, settings)
@@ -160,25 +160,38 @@ def check_optim(cfg: OptimConfig, *, num_steps: int | None = None, device: torch
     return _warnings(cfg)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Rate, decay and arguments of one rule, and the config keys they come from."""
+    """What one rule is built with, and the config keys that say so."""
 
-    def __init__(self, cfg: OptimConfig, *, beside_muon: bool) -> None:
-        given = cfg.adamw_args if beside_muon else cfg.args
-        self.args_key = "optim.adamw_args" if beside_muon else "optim.args"
-        self.rule = "adamw" if beside_muon else cfg.name
-        self.lr = cfg.adamw_lr if beside_muon and cfg.adamw_lr is not None else cfg.lr
-        self.weight_decay = cfg.weight_decay
+    rule: str
+    args: dict[str, Any]
+    args_key: str
+    lr: float
+    lr_key: str
+    weight_decay: float
+
+
+def _settings(cfg: OptimConfig, rule: str) -> _Settings:
+    """Return the settings of the rule the config names, or of the AdamW beside Muon."""
+    beside_muon = rule != cfg.name
+    given = cfg.adamw_args if beside_muon else cfg.args
+    return _Settings(
+        rule=rule,
         # TOML and JSON know lists only, while rules expect tuples (betas).
-        self.given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        args={key: tuple(value) if isinstance(value, list) else value for key, value in given.items()},
+        args_key="optim.adamw_args" if beside_muon else "optim.args",
+        lr=cfg.adamw_lr if beside_muon and cfg.adamw_lr is not None else cfg.lr,
+        lr_key="optim.adamw_lr" if beside_muon else "optim.lr",
+        weight_decay=cfg.weight_decay,
+    )
 
 
 def _build_rule(cls: type[Optimizer], params: Mapping[str, nn.Parameter], settings: _Settings) -> Optimizer:
-    accepted = _accepted(cls)
-    args = {**RULE_ARGS.get(settings.rule, {}), **settings.given}
+    args = {**RULE_ARGS.get(settings.rule, {}), **settings.args}
     if _takes(cls, "lr"):
         args["lr"] = settings.lr
-    if "foreach" in accepted and all(param.device.type == "cpu" for param in params.values()):
+    if "foreach" in _accepted(cls) and all(param.device.type == "cpu" for param in params.values()):
         args.setdefault("foreach", False)
     groups = []
     for decayed in (True, False):
@@ -194,15 +207,14 @@ def _build_rule(cls: type[Optimizer], params: Mapping[str, nn.Parameter], settin
         hint = " Write optim.name 'muon', which gives it matrices only." if cls is torch.optim.Muon else ""
         raise ConfigError(
             f"optim.name: {settings.rule!r} refuses its arguments or parameters: {error}{hint} "
-            f"Look at {settings.args_key}, given {settings.given}, and at optim.lr and optim.weight_decay."
+            f"Look at {settings.args_key}, given {settings.args}, and at {settings.lr_key} and optim.weight_decay."
         ) from error
 
 
 def _check_args(cls: type[Optimizer], settings: _Settings) -> None:
     """Raise ConfigError on an argument the rule does not have or that has a setting of its own."""
-    own_settings = {"lr": "optim.adamw_lr" if settings.args_key == "optim.adamw_args" else "optim.lr"}
-    own_settings["weight_decay"] = "optim.weight_decay"
-    for key in settings.given:
+    own_settings = {"lr": settings.lr_key, "weight_decay": "optim.weight_decay"}
+    for key in settings.args:
         if key in own_settings:
             raise ConfigError(f"{settings.args_key}: {key!r} has a setting of its own; set {own_settings[key]}.")
         if not _takes(cls, key) or key == "params":

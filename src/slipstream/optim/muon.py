@@ -62,8 +62,9 @@ def newton_schulz(
         ValueError: ``x`` has fewer than two dimensions.
 
     Cost:
-        ``num_steps * (4 k k l + 2 k k k)`` multiply-adds' worth of flops a matrix with sides k <= l, and room for
-        two matrices k x l and two k x k.
+        ``num_steps (4 k k l + 2 k k k)`` floating-point operations for a matrix with sides k <= l, and room for two
+        matrices k x l and two k x k. On a CPU with bfloat16 units, ``torch.set_float32_matmul_precision("medium")``
+        lets these products use them, at bfloat16's precision.
 
     Example:
         >>> y = newton_schulz(torch.diag(torch.tensor([3.0, 1.0, 0.2])))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from slipstream.config import Config, load_toml, resolve, to_dict, to_toml, trajectory_changes
-from slipstream.data.loader import Loader
 from slipstream.data import Batch, Dataset, open_data
+from slipstream.data.loader import Loader
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.shapes import check_model
 from slipstream.optim.build import check_optim

@@ -4,6 +4,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.optim import muon
 from slipstream.optim.muon import COEFFICIENTS, Muon, compute_dtype, newton_schulz
@@ -64,6 +65,12 @@ class TestNewtonSchulz:
         x = muon._normalised(randn(4, 7, 5), eps=1e-7, dtype=torch.float32)
         batched = muon._iterate(x.clone(), coefficients=COEFFICIENTS, num_steps=5)
         torch.testing.assert_close(batched, newton_schulz(x), rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+    def test_a_tall_matrix_costs_what_a_wide_one_does(self, shape):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(randn(*shape))
+        assert counter.get_total_flops() == 5 * (4 * 8 * 8 * 24 + 2 * 8 * 8 * 8)
 
     def test_input_is_not_written_and_layout_does_not_matter(self):
         x = randn(8, 5)
