@@ -41,6 +41,7 @@ class StageParts:
         modules: One module a buffer of the ring; version v is computed with ``modules[v % num_versions]``.
         leaves: The leaf parameters of each module, by leaf name.
         parameter_of: Parameter name of each leaf name.
+        tied_pair: Leaf names of a tied embedding and head, wherever they live; ``None``: the model ties nothing.
         updater: The update path over the masters held here.
     """
 
@@ -50,6 +51,7 @@ class StageParts:
         self.spec = spec
         self.names = [name for name in parameter_names(model) if name not in tied]
         module = build_stage(model, spec.blocks, embed=spec.embed, head=spec.head, device=device)
+        self.tied_pair = next(((embedding, head) for head, embedding in tied.items()), None)
         self.parameter_of = {leaf: tied.get(leaf, leaf) for leaf, _ in module.named_parameters()}
         initial = {self.parameter_of[leaf]: tensor.detach() for leaf, tensor in module.named_parameters()}
         masters = {name: nn.Parameter(tensor.clone()) for name, tensor in initial.items()}
@@ -82,11 +84,11 @@ class StageParts:
 
     def by_parameter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Turn gradients by leaf name into gradients by parameter name; a tied pair's are added, embedding first."""
-        gradients: dict[str, Tensor | None] = dict.fromkeys(self.updater.masters)
-        for leaf, name in self.parameter_of.items():
-            gradient, held = sums.get(leaf), gradients[name]
-            if gradient is not None:
-                gradients[name] = gradient if held is None else held + gradient
+        gradients = {name: sums.get(name) for name in self.updater.masters}
+        if self.tied_pair is not None and self.tied_pair[1] in sums:
+            embedding, head = self.tied_pair
+            held = gradients[embedding]
+            gradients[embedding] = sums[head] if held is None else held + sums[head]
         return gradients
 
     def module(self, version: int) -> nn.Module:

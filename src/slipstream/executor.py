@@ -1,7 +1,7 @@
 """What the training loop asks of whatever computes: one process, or one rank of a pipeline."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -58,6 +58,18 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
     digests: Mapping[str, str]
+
+
+def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the snapshots of several stages as one; what the update paths share is the same in all."""
+    tensors: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    optim: dict[str, Any] = {}
+    for snapshot in snapshots:
+        tensors |= snapshot.tensors
+        digests |= snapshot.digests
+        optim |= snapshot.scalars["optim"]
+    return Snapshot(tensors=tensors, digests=digests, scalars={**snapshots[0].scalars, "optim": optim})
 
 
 class StateReader(Protocol):

@@ -111,7 +111,9 @@ def split_threshold(found: Survey, corpus: Corpus, *, validation_fraction: float
             what = f"all {num_documents} documents have the same '{corpus.split_key}'"
             remedy = "Give more text, or another split key, or none"
         else:
-            what = f"there is only one distinct text ({num_documents} times, {found.num_bytes} bytes in all)"
+            what = f"{found.num_bytes} bytes in {num_documents} documents, all with the same text"
+            if num_documents == 1:
+                what = f"one document of {found.num_bytes} bytes"
             remedy = f"Give more; a lone text of at least {2 * _MIN_BLOCK_CHARS} characters is cut into blocks"
         raise DataError(f"too little text in {names} to hold a part out for validation: {what}. {remedy}.")
     threshold = int(validation_fraction * _HASH_RANGE)

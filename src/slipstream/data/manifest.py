@@ -113,7 +113,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST_FILE
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{folder} is not prepared data: it has no {MANIFEST_FILE}. "
             f"Give a folder made by `slipstream data prepare`."

@@ -213,10 +213,11 @@ def _read_records(source: SourceFile, *, text_field: str, split_key: str | None)
 
 def _parse(text: str, *, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(text)
+        record = json.loads(text.rstrip("\r\n"))
     except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(
-            f"{where}: not JSON: {error}. Each line must hold one JSON object; mend or remove it."
+            f"{where}: not JSON: {reason}. Each line must hold one JSON object; mend or remove it."
         ) from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON object is needed, given {_kind(record)}. Mend or remove the line.")

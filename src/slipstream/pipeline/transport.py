@@ -1,4 +1,4 @@
-"""Point-to-point messages between the ranks of a pipeline; the only caller of ``torch.distributed`` send and receive.
+"""Messages between the ranks of a pipeline; the only caller of ``torch.distributed`` operations.
 
 One process group per purpose. A communicator is one queue: if activations and gradients shared one, a receive that
 was posted early for one direction could hold up a send of the other, and the pipeline would stand still.
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from slipstream.errors import StageError
 
+NUM_AHEAD = 2
+"""Receives posted before they are asked for; one would be waited for while the next message cannot yet land."""
+
 
 class PeerError(StageError):
     """A rank waited for another in vain; the other one's own failure is the cause to look for."""
@@ -25,16 +28,15 @@ class Channel:
     """Tensors of one shape that flow one way between this rank and its neighbours, first in, first out.
 
     Receives are posted ahead, each into a fresh tensor: a buffer that were used again could still be the leaf of a
-    microbatch whose backward has not run.
+    microbatch whose backward has not run. So at most ``NUM_AHEAD`` buffers exist beyond the microbatches in flight.
 
     Args:
-        name: For messages.
+        name: Purpose, for messages.
         group: This channel's own process group.
         shape: Of every message.
         dtype: Of every message.
         device: Where messages live.
         timeout_s: Seconds to wait for a peer.
-        num_ahead: Receives posted before they are asked for.
     """
 
     def __init__(
@@ -46,7 +48,6 @@ class Channel:
         dtype: torch.dtype,
         device: torch.device,
         timeout_s: float,
-        num_ahead: int = 2,
     ) -> None:
         self._name = name
         self._group = group
@@ -54,16 +55,15 @@ class Channel:
         self._dtype = dtype
         self._device = device
         self._timeout_s = timeout_s
-        self._num_ahead = num_ahead
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: deque[tuple[dist.Work, Tensor, int]] = deque()
         self._receiving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         self._expected: dict[int, int] = {}
         self.idle_s = 0.0
 
     def expect(self, source: int, count: int) -> None:
         """Say how many messages will still come from a rank, so that none is posted that never arrives."""
-        self._expected[source] = count
-        self._receiving[source] = deque()
+        self._expected[source] = self._expected.get(source, 0) + count
+        self._receiving.setdefault(source, deque())
         self._post(source)
 
     def send(self, tensor: Tensor, destination: int) -> None:
@@ -84,7 +84,7 @@ class Channel:
             )
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        self._sending.append((_checked_work(dist.isend(tensor, destination, group=self._group)), tensor))
+        self._sending.append((_begun(dist.isend(tensor, destination, group=self._group)), tensor, destination))
 
     def receive(self, source: int, *, what: str) -> Tensor:
         """Wait for the next message of a rank.
@@ -105,72 +105,100 @@ class Channel:
         return tensor
 
     def flush(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left.
+
+        Raises:
+            PeerError: A peer did not take it in time.
+        """
         while self._sending:
-            work, _ = self._sending.popleft()
-            wait(work, what=f"a send on channel '{self._name}' to complete", timeout_s=self._timeout_s)
+            work, _, destination = self._sending.popleft()
+            wait(work, what=f"rank {destination} to take a message ('{self._name}')", timeout_s=self._timeout_s)
 
     def _post(self, source: int) -> None:
         posted = self._receiving[source]
-        while len(posted) < self._num_ahead and self._expected[source] > 0:
+        while len(posted) < NUM_AHEAD and self._expected[source] > 0:
             buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            posted.append((_checked_work(dist.irecv(buffer, source, group=self._group)), buffer))
+            posted.append((_begun(dist.irecv(buffer, source, group=self._group)), buffer))
             self._expected[source] -= 1
 
 
 class Transport:
     """All process groups of one pipeline, made and warmed up in the same order on every rank.
 
+    Messages from the last rank's stage to the first rank's next one (schedules with several stages a rank) wrap
+    around; they have groups of their own, since with two ranks they run against the others.
+
     Args:
         rank: This rank.
         num_ranks: Ranks of the pipeline.
-        backend: ``gloo`` or ``nccl``.
-        device: Where messages live.
+        device: Where messages live; NCCL on CUDA, gloo elsewhere.
         timeout_s: Seconds to wait for a peer.
+
+    Raises:
+        PeerError: Not all ranks could be reached.
     """
 
-    PURPOSES = ("forward", "backward", "tied_to_first", "tied_to_last", "evaluate", "control")
-
-    def __init__(self, *, rank: int, num_ranks: int, backend: str, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self.device = device
         self.timeout_s = timeout_s
+        last = num_ranks - 1
+        down = [(each, each + 1) for each in range(last)]
+        up = [(each + 1, each) for each in range(last)]
+        self._edges = {
+            "forward": down,
+            "backward": up,
+            "forward_wrap": [(last, 0)] if last else [],
+            "backward_wrap": [(0, last)] if last else [],
+            "tied_to_first": [(last, 0)] if last else [],
+            "tied_to_last": [(0, last)] if last else [],
+            "evaluate": down,
+            "evaluate_wrap": [(last, 0)] if last else [],
+            "norm": [],
+            "result": [],
+        }
         timeout = datetime.timedelta(seconds=timeout_s)
-        self.groups = {name: dist.new_group(backend=backend, timeout=timeout) for name in self.PURPOSES}
-        for name in self.PURPOSES:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._groups = {name: dist.new_group(backend=backend, timeout=timeout) for name in self._edges}
+        for name in self._edges:
             self._warm_up(name)
 
     def _warm_up(self, purpose: str) -> None:
-        """Make the connections now, in a fixed order; ranks that made them lazily could enter in different orders."""
-        group = self.groups[purpose]
+        """Connect now, in a fixed order; ranks that connected at first use could do so in different orders."""
+        group, token = self._groups[purpose], torch.zeros(1, device=self.device)
         try:
-            dist.all_reduce(torch.ones(1, device=self.device), group=group)
+            dist.all_reduce(token, group=group)
+            for source, destination in self._edges[purpose]:
+                if self.rank == source:
+                    dist.send(token, destination, group=group)
+                elif self.rank == destination:
+                    dist.recv(token, source, group=group)
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self.rank} could not reach all {self.num_ranks} ranks within {self.timeout_s:.0f} s "
-                f"(group '{purpose}'): {error}"
+                f"(connecting for '{purpose}'): {_first_line(error)}"
             ) from error
 
-    def channel(self, purpose: str, *, shape: Sequence[int], dtype: torch.dtype, num_ahead: int = 2) -> Channel:
-        """Return the channel of a purpose for messages of one shape."""
+    def channel(self, purpose: str, *, shape: Sequence[int], dtype: torch.dtype) -> Channel:
+        """Return a channel of a purpose for messages of one shape."""
         return Channel(
             purpose,
-            self.groups[purpose],
+            self._groups[purpose],
             shape=shape,
             dtype=dtype,
             device=self.device,
             timeout_s=self.timeout_s,
-            num_ahead=num_ahead,
         )
 
     def add_up(self, vector: Tensor) -> dist.Work:
-        """Begin to sum a vector over all ranks, in place; returns at once."""
-        return _checked_work(dist.all_reduce(vector, group=self.groups["control"], async_op=True))
+        """Begin to sum a vector over all ranks, in place; returns at once. Calls match up in their order."""
+        return _begun(dist.all_reduce(vector, group=self._groups["norm"], async_op=True))
 
-    def share(self, vector: Tensor, source: int, *, purpose: str) -> None:
-        """Give every rank the vector of one, in place."""
-        dist.broadcast(vector, source, group=self.groups[purpose])
+    def share_result(self, value: Tensor, source: int) -> None:
+        """Give every rank the tensor of one, in place. Not in the norms' queue: ranks meet here at other moments."""
+        work = _begun(dist.broadcast(value, source, group=self._groups["result"], async_op=True))
+        wait(work, what=f"a result of rank {source}", timeout_s=self.timeout_s)
 
 
 def wait(work: Any, *, what: str, timeout_s: float) -> None:
@@ -184,10 +212,15 @@ def wait(work: Any, *, what: str, timeout_s: float) -> None:
         work.wait(datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         waited = time.perf_counter() - begin
-        reason = f"nothing came for {waited:.0f} s" if waited >= timeout_s * 0.99 else f"{error}".splitlines()[0]
+        late = waited >= timeout_s * 0.99
+        reason = f"nothing came for {waited:.0f} s (pipeline.timeout_s)" if late else _first_line(error)
         raise PeerError(f"waited for {what}: {reason}") from error
 
 
-def _checked_work(work: dist.Work | None) -> dist.Work:
+def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this rank is not in the group"
     return work
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

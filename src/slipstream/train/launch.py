@@ -1,23 +1,40 @@
 """From settings to a finished run: check everything, prepare the run directory, start the ranks."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from slipstream.config import Config, load_toml, resolve, to_dict, to_toml, trajectory_changes
-from slipstream.data import Batch, Dataset, open_data
-from slipstream.data.loader import Loader
+from slipstream.config import Config, from_dict, load_toml, resolve, to_dict, to_toml, trajectory_changes
+from slipstream.data import Dataset, open_data
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models.partition import stages
 from slipstream.models.shapes import check_model
 from slipstream.optim.build import check_optim
-from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, newest_complete
+from slipstream.pipeline.runtime import pipeline_spec
+from slipstream.pipeline.schedules import verify
+from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.progress import Reporter
+from slipstream.train.rank import choose_device, run_single, training_loader, validation_batches
+from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
-from slipstream.train.single import SingleExecutor
-from slipstream.train.trainer import TimedSource, Trainer
+from slipstream.train.torchrun import run_under_torchrun
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run that can begin: everything was checked and the run directory is ready.
+
+    Attributes:
+        config: Resolved settings.
+        dataset: Opened data.
+        checkpoint: Where to continue from.
+    """
+
+    config: Config
+    dataset: Dataset
+    checkpoint: Checkpoint | None
 
 
 def launch(
@@ -38,11 +55,33 @@ def launch(
         allow_change: Dotted settings that a resumed run may change although they change what is trained.
 
     Returns:
-        The summary; ``None`` where the run was asked to stop before its last step, and has saved.
+        The summary; ``None`` where the run was asked to stop before its last step and has saved, and on ranks other
+        than 0 under torchrun.
 
     Raises:
         SlipstreamError: Anything the user can mend; the run that a directory held is still there.
     """
+
+    def begin() -> Plan:
+        return prepare_run(config, reporter=reporter, resume=resume, overwrite=overwrite, allow_change=allow_change)
+
+    if config.executor == "pipeline" and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+
+        def begin_elsewhere() -> tuple[Config, Path | None]:
+            plan = begin()
+            return plan.config, plan.checkpoint.folder if plan.checkpoint else None
+
+        return run_under_torchrun(config.pipeline.num_stages, begin_elsewhere)
+    plan = begin()
+    if plan.config.executor == "pipeline":
+        return run_ranks(plan.config, plan.checkpoint.folder if plan.checkpoint else None)
+    return run_single(plan.config, plan.dataset, reporter=reporter, checkpoint=plan.checkpoint)
+
+
+def prepare_run(
+    config: Config, *, reporter: Reporter, resume: bool, overwrite: bool, allow_change: Sequence[str]
+) -> Plan:
+    """Check all that can be checked before the first step, then make the run directory; see :func:`launch`."""
     run_dir = RunDir(Path(config.run_dir))
     run_dir.check(resume=resume, overwrite=overwrite)
     device = choose_device(config)
@@ -53,6 +92,8 @@ def launch(
     check_model(config.model)
     for warning in check_optim(config.optim, num_steps=config.train.num_steps, device=device):
         reporter.note(f"warning: {warning}")
+    if config.executor == "pipeline":
+        _check_pipeline(config)
     loader = training_loader(config, dataset)
     validation_batches(config, dataset)
     checkpoint = _checkpoint_to_resume(config, dataset, run_dir, reporter, allow_change) if resume else None
@@ -63,92 +104,19 @@ def launch(
         f"{config.train.num_steps} steps of {config.batch_tokens} tokens, {epochs:.2f} epochs of "
         f"{len(dataset.train)} training tokens"
     )
-    return run_rank(config, dataset, reporter=reporter, device=device, checkpoint=checkpoint)
+    return Plan(config=config, dataset=dataset, checkpoint=checkpoint)
 
 
-def run_rank(
-    config: Config,
-    dataset: Dataset,
-    *,
-    reporter: Reporter,
-    device: torch.device,
-    checkpoint: Checkpoint | None = None,
-) -> dict[str, Any] | None:
-    """Go through the training loop in this process.
-
-    Args:
-        config: Resolved settings.
-        dataset: Opened data.
-        reporter: Is told of every event.
-        device: Where to compute.
-        checkpoint: Where to continue from.
-    """
-    torch.set_num_threads(config.train.threads_per_rank)
-    run_dir = RunDir(Path(config.run_dir))
-    loader = training_loader(config, dataset)
-    source = TimedSource(loader.batch)
-    executor = SingleExecutor(config, source, device=device)
-    if checkpoint is not None:
-        executor.restore(checkpoint)
-    trainer = Trainer(
-        config,
-        executor,
-        source=source,
-        validation=validation_batches(config, dataset),
-        tokenizer=dataset.tokenizer,
-        data_sha256=dataset.manifest.digest(),
-        run_dir=run_dir,
-        writer=CheckpointWriter(run_dir.checkpoints, keep_last=config.checkpoint.keep_last),
-        reporter=reporter,
-        device=device,
-        resumed=checkpoint,
-    )
-    return trainer.run()
-
-
-def choose_device(config: Config) -> torch.device:
-    """Return the device to compute on.
+def _check_pipeline(config: Config) -> None:
+    """Prove the schedule and cut the model, before any process starts.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none.
+        ConfigError: Too few microbatches, more stages than layers.
+        ScheduleError: The schedule is wrong; a mistake of ours.
     """
-    available = torch.cuda.is_available()
-    if config.train.device == "cuda" and not available:
-        raise ConfigError(
-            "train.device is 'cuda', but this torch finds no CUDA device. Use --train.device cpu, or install a CUDA "
-            "build of torch and check `slipstream doctor`."
-        )
-    return torch.device("cuda" if available and config.train.device != "cpu" else "cpu")
-
-
-def training_loader(config: Config, dataset: Dataset) -> Loader:
-    """Return the endless training batches.
-
-    Raises:
-        DataError: The split has less than one batch.
-    """
-    return Loader(
-        dataset.train,
-        sequence_length=config.data.sequence_length,
-        batch_size=config.batch_size,
-        seed=config.data.seed,
-    )
-
-
-def validation_batches(config: Config, dataset: Dataset) -> list[Batch]:
-    """Return the batches to evaluate on: of a microbatch's size, the last one padded and masked.
-
-    Raises:
-        DataError: The split has less than one batch.
-    """
-    loader = Loader(
-        dataset.validation,
-        sequence_length=config.data.sequence_length,
-        batch_size=config.train.microbatch_size,
-        sequential=True,
-        max_sequences=config.evaluate.num_sequences,
-    )
-    return [batch for batch, _ in loader]
+    spec = pipeline_spec(config)
+    stages(config.model, spec.num_stages, sequence_length=config.data.sequence_length)
+    verify(spec, num_batches=min(config.train.num_steps, 4))
 
 
 def _keep_lr_total(config: Config, run_dir: RunDir) -> Config:
@@ -178,7 +146,9 @@ def _checkpoint_to_resume(
             )
         reporter.note(f"nothing to resume in {run_dir.path}: beginning at step 0")
         return None
-    changes = trajectory_changes(checkpoint.manifest["config"], to_dict(config))
+    # Read back through the config classes, so that a setting newer than the checkpoint has its default on both sides.
+    saved = to_dict(from_dict(checkpoint.manifest["config"], source=f"{checkpoint.folder}"))
+    changes = trajectory_changes(saved, to_dict(config))
     if checkpoint.manifest["data_sha256"] != dataset.manifest.digest():
         changes["data"] = (checkpoint.manifest["data_sha256"][:12], dataset.manifest.digest()[:12])
     refused = {key: pair for key, pair in changes.items() if key not in allow_change}

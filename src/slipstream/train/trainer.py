@@ -170,15 +170,15 @@ class Trainer:
         step, batch = report.step, report.step - 1
         if not math.isfinite(report.loss):
             raise NonFiniteError(
-                f"non-finite loss: batch {batch} has a loss of {report.loss} at step {step}. Nothing was saved after it. "
-                "Lower optim.lr or raise optim.lr_warmup_steps, then go on from the last checkpoint with --resume."
+                f"non-finite loss: batch {batch} has a loss of {report.loss} at step {step}. Nothing was saved after "
+                "it. Lower optim.lr or raise optim.lr_warmup_steps, then go on from the last checkpoint with --resume."
             )
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if report.skipped else 0
         allowed = self._config.train.max_skipped_steps
         if self._skipped_in_a_row > allowed:
             raise NonFiniteError(
-                f"non-finite gradients: those of the last {self._skipped_in_a_row} batches, up to batch {batch} at step "
-                f"{step}; train.max_skipped_steps allows {allowed} in a row. Lower optim.lr, then go on with --resume."
+                f"non-finite gradients: those of the last {self._skipped_in_a_row} batches, up to batch {batch} at "
+                f"step {step}; train.max_skipped_steps allows {allowed} in a row. Lower optim.lr, go on with --resume."
             )
         self._step_times.append(step_s)
         if self._rank != 0:

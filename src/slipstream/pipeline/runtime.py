@@ -1,0 +1,332 @@
+"""The executor `pipeline`: runs one rank's stream of actions, whatever schedule it came from."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.assembly import StageParts
+from slipstream.config import Config
+from slipstream.data.loader import Batch
+from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport, merged
+from slipstream.models.llama import cross_entropy_sum
+from slipstream.models.partition import stages
+from slipstream.pipeline.actions import Action
+from slipstream.pipeline.norms import NormExchange
+from slipstream.pipeline.schedules import ScheduleSpec, schedule_spec, stream
+from slipstream.pipeline.stage import StageProgram
+from slipstream.pipeline.tied import TiedExchange
+from slipstream.pipeline.transport import Channel, Transport
+from slipstream.staleness.gradient import Gradient, global_norm
+from slipstream.staleness.updater import UpdateReport
+
+Noter = Callable[[int, str], None]
+"""Is told (rank, text) before each action."""
+
+
+class PipelineExecutor:
+    """One rank of a pipeline.
+
+    Nothing here knows a schedule's name: forwards, backwards, norms and optimizer steps happen as the stream says,
+    and the stream was proven before the run.
+
+    Args:
+        config: Resolved settings.
+        batches: Gives the batch of an index.
+        transport: Connected to the other ranks.
+        note: Is told of each action before it runs.
+        record: Keep every action's begin and end in :attr:`spans`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        batches: BatchSource,
+        *,
+        transport: Transport,
+        note: Noter = lambda rank, text: None,
+        record: bool = False,
+    ) -> None:
+        self._config = config
+        self._transport = transport
+        self._rank = transport.rank
+        self._note = note
+        self._spec = pipeline_spec(config)
+        self._programs = build_programs(config, batches, self._spec, transport)
+        self._channels = self._open_channels()
+        self._received: dict[tuple[str, int, int | None], Tensor] = {}
+        self._produced: dict[tuple[str, int, int | None], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Gradient] = {}
+        self._norms = NormExchange(transport, names=next(iter(self._programs.values())).parts.names)
+        self._tied = TiedExchange(transport, [program.parts for program in self._programs.values()])
+        self._reports: list[UpdateReport] = []
+        self._stream: Iterator[Action] | None = None
+        self._stop_requested = False
+        self._idle_noted_s = 0.0
+        self.spans: list[tuple[Action, float, float]] | None = [] if record else None
+        self._do = {
+            "F": self._forward,
+            "B": self._backward,
+            "N": self._post_norm,
+            "O": self._step_optimizer,
+            "SEND_F": self._send_forward,
+            "RECV_F": self._receive_forward,
+            "SEND_B": self._send_backward,
+            "RECV_B": self._receive_backward,
+        }
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return next(iter(self._programs.values())).parts.updater.weights.latest
+
+    @property
+    def peak_in_flight(self) -> list[int]:
+        """Most microbatches between forward and backward, by stage held here."""
+        return [program.peak_in_flight for program in self._programs.values()]
+
+    def run_step(self, *, stop_requested: bool = False) -> StepReport:
+        """Run actions up to the next optimizer step, that of the rank's last stage included.
+
+        At that point every rank has run the same number of forwards, so all of them may pause here: to evaluate, to
+        save, or for good.
+        """
+        self._stop_requested |= stop_requested
+        if self._stream is None:
+            self._stream = self._begin_stream()
+        for action in self._stream:
+            self._run(action)
+            if action.op == "O" and len(self._reports) == len(self._programs):
+                return self._report()
+        raise AssertionError("the stream ended before the step that was asked for")
+
+    def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
+        """Return the summed loss in nats over batches, on every rank.
+
+        The microbatches in flight stay where they are: evaluation has channels of its own, so the pipeline is neither
+        drained before nor filled again after.
+        """
+        batches = list(batches)
+        self._note(self._rank, f"evaluation on {point}")
+        channels = {name: self._channel(name) for name in ("evaluate", "evaluate_wrap")}
+        for stage in self._programs:
+            if source := self._neighbour(stage, -1, "evaluate"):
+                channels[source[1]].expect(source[0], len(batches))
+        total = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        for batch in batches:
+            for stage, program in self._programs.items():
+                total += self._evaluate_stage(stage, program, batch, point, channels)
+        for channel in channels.values():
+            channel.flush()
+        owner = (self._spec.num_stages - 1) % self._spec.num_ranks
+        self._transport.share_result(total, owner)
+        return float(total)
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state after the newest update; needs no other rank and no drained pipeline."""
+        return merged([program.parts.snapshot() for program in self._programs.values()])
+
+    def restore(self, state: StateReader) -> None:
+        """Continue from a saved state; microbatches that were in flight when it was saved run again."""
+        assert self._stream is None, "restore before the first step"
+        for program in self._programs.values():
+            program.parts.restore(state)
+
+    def close(self) -> None:
+        """Wait until what was sent has left. Only after the last step: an early stop leaves messages under way."""
+        for channel in self._channels.values():
+            channel.flush()
+
+    def _begin_stream(self) -> Iterator[Action]:
+        first, end = self.step, self._config.train.num_steps
+        count = (end - first) * self._spec.num_microbatches
+        for stage in self._programs:
+            for direction, offset in (("forward", -1), ("backward", 1)):
+                if source := self._neighbour(stage, offset, direction):
+                    self._channels[source[1]].expect(source[0], count)
+        self._tied.begin(end - first)
+        return stream(self._spec, rank=self._rank, first_batch=first, num_batches=end)
+
+    def _run(self, action: Action) -> None:
+        self._note(self._rank, str(action))
+        if self.spans is None:
+            self._do[action.op](action)
+            return
+        begin = time.perf_counter()
+        self._do[action.op](action)
+        self.spans.append((action, begin, time.perf_counter()))
+
+    def _forward(self, action: Action) -> None:
+        stage, _, microbatch, version = action
+        assert microbatch is not None
+        assert version is not None
+        received = self._received.pop(("forward", stage, microbatch), None)
+        output = self._programs[stage].forward(microbatch, version, received)
+        if output is not None:
+            self._hand_over("forward", stage, 1, microbatch, output)
+
+    def _backward(self, action: Action) -> None:
+        stage, _, microbatch, _ = action
+        assert microbatch is not None
+        received = self._received.pop(("backward", stage, microbatch), None)
+        gradient = self._programs[stage].backward(microbatch, received)
+        if gradient is not None:
+            self._hand_over("backward", stage, -1, microbatch, gradient)
+
+    def _hand_over(self, direction: str, stage: int, offset: int, microbatch: int, tensor: Tensor) -> None:
+        """Keep what the next stage needs until it is sent, or give it to that stage if it is on this rank."""
+        if stage + offset in self._programs:
+            self._received[direction, stage + offset, microbatch] = tensor
+        else:
+            self._produced[direction, stage, microbatch] = tensor
+
+    def _send_forward(self, action: Action) -> None:
+        self._send("forward", action, 1)
+
+    def _send_backward(self, action: Action) -> None:
+        self._send("backward", action, -1)
+
+    def _receive_forward(self, action: Action) -> None:
+        self._receive("forward", action, -1)
+
+    def _receive_backward(self, action: Action) -> None:
+        self._receive("backward", action, 1)
+
+    def _send(self, direction: str, action: Action, offset: int) -> None:
+        stage, _, microbatch, _ = action
+        neighbour = self._neighbour(stage, offset, direction)
+        assert neighbour is not None
+        self._channels[neighbour[1]].send(self._produced.pop((direction, stage, microbatch)), neighbour[0])
+
+    def _receive(self, direction: str, action: Action, offset: int) -> None:
+        stage, _, microbatch, _ = action
+        neighbour = self._neighbour(stage, offset, direction)
+        assert neighbour is not None
+        self._received[direction, stage, microbatch] = self._channels[neighbour[1]].receive(
+            neighbour[0], what=str(action)
+        )
+
+    def _post_norm(self, action: Action) -> None:
+        """Close a batch's gradient on one stage; with the rank's last stage, send its norms on their way."""
+        stage, _, _, version = action
+        assert version is not None
+        program, batch = self._programs[stage], version - 1
+        parts = program.parts
+        sums = self._tied.offer(parts, program.take_gradients())
+        gradient = Gradient(
+            tensors=parts.by_parameter(sums),
+            read_version=max(batch - self._spec.staleness, 0),
+            num_tokens=program.take_num_tokens(batch),
+        )
+        self._gradients[stage, version] = gradient
+        owned = {name: gradient.tensors[name] for name in parts.owned}
+        self._norms.add(version, Gradient(tensors=owned, read_version=0, num_tokens=0), program.take_loss(batch))
+        if all((each, version) in self._gradients for each in self._programs):
+            idle_s = self._idle_s()
+            self._norms.post(
+                version, stop=self._stop_requested, idle_s=idle_s - self._idle_noted_s, num_tokens=gradient.num_tokens
+            )
+            self._idle_noted_s = idle_s
+
+    def _step_optimizer(self, action: Action) -> None:
+        stage, _, _, version = action
+        assert version is not None
+        result = self._norms.wait(version)
+        parts = self._programs[stage].parts
+        gradient = self._tied.complete(parts, self._gradients.pop((stage, version)))
+        report = parts.updater.step(gradient, global_norm(result.norms))
+        assert report.version == version, f"the schedule makes version {version}, the weights are at {report.version}"
+        self._reports.append(report)
+
+    def _report(self) -> StepReport:
+        report = self._reports[-1]
+        self._reports.clear()
+        result = self._norms.take(report.version)
+        return StepReport(
+            step=report.version,
+            loss=result.loss,
+            grad_norm=report.grad_norm,
+            lr=self._config.optim.lr * report.lr_factor,
+            staleness=report.staleness,
+            num_tokens=result.num_tokens,
+            skipped=report.skipped,
+            idle_s=result.idle_s,
+            num_ranks=self._spec.num_ranks,
+            stop=result.stop,
+        )
+
+    def _evaluate_stage(
+        self, stage: int, program: StageProgram, batch: Batch, point: Point, channels: dict[str, Channel]
+    ) -> Tensor:
+        """Pass one batch through one stage; return its loss on the last stage, 0 elsewhere."""
+        device = self._transport.device
+        if stage == 0:
+            x = torch.from_numpy(batch.inputs).to(device)
+        elif source := self._neighbour(stage, -1, "evaluate"):
+            x = channels[source[1]].receive(source[0], what=f"activations for an evaluation at stage {stage}")
+        else:
+            x = self._received.pop(("evaluate", stage, None))
+        output = program.parts.forward_at(point, x)
+        if program.parts.spec.head:
+            return cross_entropy_sum(output, torch.from_numpy(batch.targets).to(device)).double()
+        if destination := self._neighbour(stage, 1, "evaluate"):
+            channels[destination[1]].send(output, destination[0])
+        else:
+            self._received["evaluate", stage + 1, None] = output
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+    def _neighbour(self, stage: int, offset: int, purpose: str) -> tuple[int, str] | None:
+        """Return the rank of the stage at an offset and the channel of messages to or from it.
+
+        ``None``: there is no such stage, or it is on this rank.
+        """
+        other, p = stage + offset, self._spec.num_ranks
+        if not 0 <= other < self._spec.num_stages or p == 1:
+            return None
+        wraps = min(stage, other) % p == p - 1
+        return other % p, f"{purpose}_wrap" if wraps else purpose
+
+    def _open_channels(self) -> dict[str, Channel]:
+        return {name: self._channel(name) for name in ("forward", "backward", "forward_wrap", "backward_wrap")}
+
+    def _channel(self, purpose: str) -> Channel:
+        config = self._config
+        return self._transport.channel(
+            purpose,
+            shape=(config.train.microbatch_size, config.data.sequence_length, config.model.dim),
+            dtype=getattr(torch, config.train.compute_dtype),
+        )
+
+    def _idle_s(self) -> float:
+        return sum(channel.idle_s for channel in self._channels.values()) + self._norms.idle_s + self._tied.idle_s
+
+
+def pipeline_spec(config: Config) -> ScheduleSpec:
+    """Return the schedule that a run's settings name.
+
+    Raises:
+        ConfigError: The sizes do not fit the schedule.
+    """
+    return schedule_spec(
+        config.pipeline.pipeline_schedule,
+        num_ranks=config.pipeline.num_stages,
+        num_microbatches=config.pipeline.num_microbatches,
+        num_extra_in_flight=config.pipeline.num_extra_in_flight,
+    )
+
+
+def build_programs(
+    config: Config, batches: BatchSource, spec: ScheduleSpec, transport: Transport
+) -> dict[int, StageProgram]:
+    """Build the stages that a rank holds, in order."""
+    cuts = stages(config.model, spec.num_stages, sequence_length=config.data.sequence_length)
+    return {
+        stage: StageProgram(
+            StageParts(config, cuts[stage], num_versions=spec.staleness + 1, device=transport.device),
+            batches,
+            num_microbatches=spec.num_microbatches,
+            device=transport.device,
+        )
+        for stage in spec.stages(transport.rank)
+    }

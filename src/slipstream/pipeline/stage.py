@@ -1,0 +1,111 @@
+"""Forward and backward of one pipeline stage, and the microbatches in between."""
+
+import torch
+from torch import Tensor
+
+from slipstream.assembly import StageParts
+from slipstream.data.loader import Batch
+from slipstream.errors import StageError
+from slipstream.executor import BatchSource
+from slipstream.models.llama import cross_entropy_sum
+from slipstream.staleness.gradient import GradientAccumulator
+
+
+class StageProgram:
+    """Computes one stage, microbatch by microbatch.
+
+    A microbatch keeps its input leaf and its output from forward to backward; the graph between them holds the leaves
+    of the weights version that its forward read, which no other version's buffer can change.
+
+    Args:
+        parts: Modules and weights of the stage.
+        batches: Gives the batch of an index.
+        num_microbatches: Microbatches a batch.
+        device: Where to compute.
+    """
+
+    def __init__(self, parts: StageParts, batches: BatchSource, *, num_microbatches: int, device: torch.device) -> None:
+        self.parts = parts
+        self._batches = batches
+        self._num_microbatches = num_microbatches
+        self._device = device
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor, int]] = {}
+        self._accumulator = GradientAccumulator()
+        self._batch: Batch | None = None
+        self._losses: dict[int, Tensor] = {}
+        self._num_tokens: dict[int, int] = {}
+        self.peak_in_flight = 0
+
+    def forward(self, microbatch: int, version: int, received: Tensor | None) -> Tensor | None:
+        """Compute a microbatch on a weights version.
+
+        Args:
+            microbatch: Counted over the whole run.
+            version: Which weights to read.
+            received: Activations of the stage before, shape (B, T, D); ``None`` on the first stage.
+
+        Returns:
+            Activations for the next stage; ``None`` on the last.
+
+        Raises:
+            StageError: The stage gave something that is not a tensor.
+        """
+        batch, index = divmod(microbatch, self._num_microbatches)
+        spec = self.parts.spec
+        x = self._tokens(batch, index) if received is None else received.requires_grad_()
+        output = self.parts.module(version)(x, dropout_key=(batch, index))
+        if not isinstance(output, Tensor):
+            raise StageError(
+                f"the stage of blocks {spec.blocks.start} to {spec.blocks.stop - 1} returned a "
+                f"{type(output).__name__}; stages exchange one tensor. Pack what the next stage needs into one."
+            )
+        if spec.head:
+            part = self._part(batch, index)
+            targets = torch.from_numpy(part.targets).to(self._device)
+            # The whole batch's token count is the one normalization, so no mean of means arises.
+            output = cross_entropy_sum(output, targets) / self._current(batch).num_tokens
+            self._losses[batch] = self._losses.get(batch, 0) + output.detach().double()
+        self._num_tokens[batch] = self._current(batch).num_tokens
+        self._in_flight[microbatch] = (None if received is None else x, output, version)
+        self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+        return None if spec.head else output.detach()
+
+    def backward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Compute the gradients of a microbatch and add the weights' to the batch's.
+
+        Args:
+            microbatch: One whose forward has run.
+            received: Gradient with respect to what forward returned; ``None`` on the last stage.
+
+        Returns:
+            Gradient with respect to what forward received; ``None`` on the first stage.
+        """
+        x, output, version = self._in_flight.pop(microbatch)
+        torch.autograd.backward(output, received)
+        parts = self.parts
+        self._accumulator.add(parts.leaves[version % len(parts.leaves)])
+        return None if x is None else x.grad
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return the batch's summed gradients by leaf name, after its last backward, and begin a new batch."""
+        return self._accumulator.take()
+
+    def take_loss(self, batch: int) -> Tensor | None:
+        """Return a batch's mean loss, after its last backward; ``None`` on a stage without the head."""
+        return self._losses.pop(batch, None)
+
+    def take_num_tokens(self, batch: int) -> int:
+        """Return a batch's valid target tokens, after its last backward."""
+        return self._num_tokens.pop(batch)
+
+    def _tokens(self, batch: int, index: int) -> Tensor:
+        return torch.from_numpy(self._part(batch, index).inputs).to(self._device)
+
+    def _part(self, batch: int, index: int) -> Batch:
+        return self._current(batch).microbatch(index, self._num_microbatches)
+
+    def _current(self, index: int) -> Batch:
+        """Return the batch being read; forwards go through batches in order, so one is enough."""
+        if self._batch is None or self._batch.index != index:
+            self._batch = self._batches(index)
+        return self._batch

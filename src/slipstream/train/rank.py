@@ -1,0 +1,219 @@
+"""One rank of a run: from settings and a rendezvous to a finished training loop."""
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its export list
+
+from slipstream.config import Config
+from slipstream.data import Batch, Dataset, open_data
+from slipstream.data.loader import Loader
+from slipstream.errors import ConfigError
+from slipstream.executor import Executor
+from slipstream.pipeline.runtime import PipelineExecutor
+from slipstream.pipeline.transport import Transport
+from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
+from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
+from slipstream.train.rundir import RunDir
+from slipstream.train.single import SingleExecutor
+from slipstream.train.trainer import TimedSource, Trainer
+
+Noter = Callable[[int, str], None]
+
+
+def run_single(
+    config: Config, dataset: Dataset, *, reporter: Reporter, checkpoint: Checkpoint | None
+) -> dict[str, Any] | None:
+    """Train with the executor `single` in this process.
+
+    Args:
+        config: Resolved settings.
+        dataset: Opened data.
+        reporter: Is told of every event.
+        checkpoint: Where to continue from.
+
+    Returns:
+        The summary; ``None`` where the run was asked to stop and has saved.
+    """
+    torch.set_num_threads(config.train.threads_per_rank)
+    device = choose_device(config)
+    source = TimedSource(training_loader(config, dataset).batch)
+    executor = SingleExecutor(config, source, device=device)
+    if checkpoint is not None:
+        executor.restore(checkpoint)
+    writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
+    return _trainer(
+        config, executor, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
+    ).run()
+
+
+def run_pipeline_rank(
+    config: Config,
+    *,
+    rank: int,
+    local_rank: int,
+    store: Store,
+    checkpoint: Path | None,
+    note: Noter = lambda rank, text: None,
+) -> dict[str, Any] | None:
+    """Train as one rank of a pipeline.
+
+    Args:
+        config: Resolved settings.
+        rank: This rank, of ``pipeline.num_stages``.
+        local_rank: Its number on this machine; chooses the CUDA device.
+        store: Rendezvous of all ranks.
+        checkpoint: Where to continue from.
+        note: Is told of each action before it runs.
+
+    Returns:
+        The summary, on rank 0 of a run that reached its last step.
+    """
+    torch.set_num_threads(config.train.threads_per_rank)
+    device = choose_device(config, local_rank=local_rank)
+    num_ranks = config.pipeline.num_stages
+    timeout_s = config.pipeline.timeout_s
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=timeout_s)
+    dataset = open_data(config.data.path, verify=False)
+    source = TimedSource(training_loader(config, dataset).batch)
+    executor = PipelineExecutor(config, source, transport=transport, note=note)
+    resumed = open_checkpoint(checkpoint, verify=False) if checkpoint is not None else None
+    if resumed is not None:
+        executor.restore(resumed)
+    writer = CheckpointWriter(
+        RunDir(Path(config.run_dir)).checkpoints,
+        rank=rank,
+        gather=gather_through(store, rank=rank, num_ranks=num_ranks),
+        keep_last=config.checkpoint.keep_last,
+    )
+    is_first = rank == 0
+    reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps) if is_first else SilentReporter()
+    trainer = _trainer(
+        config,
+        executor,
+        source,
+        dataset,
+        writer=writer,
+        reporter=reporter,
+        device=device,
+        checkpoint=resumed,
+        rank=rank,
+    )
+    summary = trainer.run()
+    if executor.step == config.train.num_steps:
+        executor.close()
+    return summary
+
+
+def gather_through(store: Store, *, rank: int, num_ranks: int) -> GatherRecords:
+    """Return a way for rank 0 to collect what each rank wrote, that makes no other rank wait.
+
+    Args:
+        store: Shared by the ranks.
+        rank: This rank.
+        num_ranks: All of them.
+    """
+
+    def gather(step: int, record: dict[str, Any]) -> list[dict[str, Any]] | None:
+        store.set(f"checkpoint/{step}/{rank}", json.dumps(record))
+        if rank != 0:
+            return None
+        keys = [f"checkpoint/{step}/{each}" for each in range(num_ranks)]
+        store.wait(keys)
+        return [json.loads(store.get(key)) for key in keys]
+
+    return gather
+
+
+def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
+    """Return the device to compute on.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none, or not enough of it.
+    """
+    available = torch.cuda.is_available()
+    if config.train.device == "cuda" and not available:
+        raise ConfigError(
+            "train.device is 'cuda', but this torch finds no CUDA device. Use --train.device cpu, or install a CUDA "
+            "build of torch and check `slipstream doctor`."
+        )
+    if not available or config.train.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"rank {local_rank} of this machine needs a CUDA device of its own, there are {count}. Use fewer stages "
+            "here (pipeline.num_stages), more machines, or --train.device cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def training_loader(config: Config, dataset: Dataset) -> Loader:
+    """Return the endless training batches.
+
+    Raises:
+        DataError: The split has less than one batch.
+    """
+    return Loader(
+        dataset.train,
+        sequence_length=config.data.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.data.seed,
+    )
+
+
+def validation_batches(config: Config, dataset: Dataset) -> list[Batch]:
+    """Return the batches to evaluate on: of a microbatch's size, the last one padded and masked.
+
+    Raises:
+        DataError: The split has less than one batch.
+    """
+    loader = Loader(
+        dataset.validation,
+        sequence_length=config.data.sequence_length,
+        batch_size=config.train.microbatch_size,
+        sequential=True,
+        max_sequences=config.evaluate.num_sequences,
+    )
+    return [batch for batch, _ in loader]
+
+
+def _trainer(
+    config: Config,
+    executor: Executor,
+    source: TimedSource,
+    dataset: Dataset,
+    *,
+    writer: CheckpointWriter,
+    reporter: Reporter,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+    rank: int = 0,
+) -> Trainer:
+    return Trainer(
+        config,
+        executor,
+        source=source,
+        validation=validation_batches(config, dataset),
+        tokenizer=dataset.tokenizer,
+        data_sha256=dataset.manifest.digest(),
+        run_dir=RunDir(Path(config.run_dir)),
+        writer=writer,
+        reporter=reporter,
+        device=device,
+        rank=rank,
+        resumed=checkpoint,
+    )
