@@ -296,6 +296,7 @@ class PipelineExecutor:
             purpose,
             shape=(config.train.microbatch_size, config.data.sequence_length, config.model.dim),
             dtype=getattr(torch, config.train.compute_dtype),
+            window=self._spec.num_ahead(self._rank) + 2,
         )
 
     def _idle_s(self) -> float:

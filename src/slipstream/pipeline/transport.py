@@ -37,6 +37,8 @@ class Channel:
         dtype: Of every message.
         device: Where messages live.
         timeout_s: Seconds to wait for a peer.
+        window: Sent messages kept at most. A gloo send does not say by itself that it has ended, so the oldest is
+            waited for; where this is no less than the microbatches in flight, the peer has long taken it.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Channel:
         dtype: torch.dtype,
         device: torch.device,
         timeout_s: float,
+        window: int,
     ) -> None:
         self._name = name
         self._group = group
@@ -55,6 +58,7 @@ class Channel:
         self._dtype = dtype
         self._device = device
         self._timeout_s = timeout_s
+        self._window = window
         self._sending: deque[tuple[dist.Work, Tensor, int]] = deque()
         self._receiving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         self._expected: dict[int, int] = {}
@@ -82,8 +86,8 @@ class Channel:
                 f"channel '{self._name}' carries {self._dtype} of shape {self._shape}, given {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}. Every microbatch must have the same shape; pad and mask a short one."
             )
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+        while len(self._sending) >= self._window:
+            self._wait_for_oldest_send()
         self._sending.append((_begun(dist.isend(tensor, destination, group=self._group)), tensor, destination))
 
     def receive(self, source: int, *, what: str) -> Tensor:
@@ -111,8 +115,11 @@ class Channel:
             PeerError: A peer did not take it in time.
         """
         while self._sending:
-            work, _, destination = self._sending.popleft()
-            wait(work, what=f"rank {destination} to take a message ('{self._name}')", timeout_s=self._timeout_s)
+            self._wait_for_oldest_send()
+
+    def _wait_for_oldest_send(self) -> None:
+        work, _, destination = self._sending.popleft()
+        wait(work, what=f"rank {destination} to take a message ('{self._name}')", timeout_s=self._timeout_s)
 
     def _post(self, source: int) -> None:
         posted = self._receiving[source]
@@ -180,8 +187,8 @@ class Transport:
                 f"(connecting for '{purpose}'): {_first_line(error)}"
             ) from error
 
-    def channel(self, purpose: str, *, shape: Sequence[int], dtype: torch.dtype) -> Channel:
-        """Return a channel of a purpose for messages of one shape."""
+    def channel(self, purpose: str, *, shape: Sequence[int], dtype: torch.dtype, window: int = 4) -> Channel:
+        """Return a channel of a purpose for messages of one shape; see :class:`Channel` for the window."""
         return Channel(
             purpose,
             self._groups[purpose],
@@ -189,6 +196,7 @@ class Transport:
             dtype=dtype,
             device=self.device,
             timeout_s=self.timeout_s,
+            window=window,
         )
 
     def add_up(self, vector: Tensor) -> dist.Work:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -103,10 +104,19 @@ def run_ranks(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
                 process.join()
 
 
+def _leave_with_launcher() -> None:
+    """End this process when the one that started the run is gone: nobody would read its results or stop it."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    wait([launcher.sentinel])
+    os._exit(1)
+
+
 def _rank_main(rank: int, task: RankTask, pipe: Connection) -> None:
     """Be a rank; leave without cleaning up, since after a failure a collective clean-up would only hang."""
     config = task.config
     code = 1
+    threading.Thread(target=_leave_with_launcher, daemon=True).start()
     try:
         num_ranks = config.pipeline.num_stages
         board = Board(task.folder / "board", num_ranks=num_ranks)

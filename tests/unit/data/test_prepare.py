@@ -233,7 +233,7 @@ def test_progress_reaches_all_bytes_in_each_phase(tmp_path) -> None:
     [
         ("", r"no text in a\.txt: empty, or nothing but white space"),
         (" \n\n ", r"no text in a\.txt"),
-        ("Hello.\n", r"too little text in a\.txt .* \(1 times, 7 bytes in all\)\. .* at least 512 characters"),
+        ("Hello.\n", r"too little text in a\.txt .*: one document of 7 bytes\. .* at least 512 characters"),
     ],
 )
 def test_too_little_text_is_refused(tmp_path, content: str, message: str) -> None:
@@ -245,7 +245,7 @@ def test_too_little_text_is_refused(tmp_path, content: str, message: str) -> Non
 
 def test_copies_of_one_text_are_refused(tmp_path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"text": "to be"}] * 7)
-    with pytest.raises(DataError, match=r"only one distinct text \(7 times, 35 bytes in all\)"):
+    with pytest.raises(DataError, match="35 bytes in 7 documents, all with the same text"):
         prepare([source], tmp_path / "data")
 
 

@@ -208,6 +208,9 @@ def test_damaged_manifests_are_refused(tmp_path, change, message: str) -> None:
 def test_missing_manifest_and_broken_json_are_refused(tmp_path) -> None:
     with pytest.raises(DataError, match=r"is not prepared data: it has no manifest\.json"):
         read_manifest(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="is not prepared data"):
+        read_manifest(tmp_path / "a.txt")
     for content in ('{"version": 1', "\xff"):
         (tmp_path / MANIFEST_FILE).write_text(content, encoding="latin-1")
         with pytest.raises(DataError, match="is damaged, not JSON"):

@@ -69,7 +69,7 @@ def test_digest_is_of_the_stored_file(tmp_path) -> None:
         ("a.txt", b"cut \xe6\x9c", r"not UTF-8: byte 4 is 0xe6"),
         ("a.txt.gz", b"caf\xe9!", r"not UTF-8: byte 3 of the unpacked text is 0xe9"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl is not UTF-8: byte 24 is 0xff"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2: not JSON: Expecting value at column 10"),
         ("a.jsonl", b"[" * 100_000 + b"\n", r"line 1: not JSON"),
         ("a.jsonl", b'["text"]\n', r"line 1: a JSON object is needed, given a list"),
         ("a.jsonl", b'\n{"txt": "a", "id": 1}\n', r"line 2: the field 'text' is missing\. Did you mean 'txt'\? Fields"),
@@ -82,6 +82,16 @@ def test_digest_is_of_the_stored_file(tmp_path) -> None:
 def test_faulty_text_is_named_with_its_place(tmp_path, name: str, content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("start", ["", "a", "ab", "abc"])
+@pytest.mark.parametrize("sign", ["é", "本", "🂱"])
+def test_chunks_may_end_inside_a_character(tmp_path, start: str, sign: str) -> None:
+    text = start + sign * 600_000
+    (source,) = find_files([write(tmp_path / "a.txt", text.encode())])
+    chunks = list(read_chunks(source))
+    assert len(chunks) > 2
+    assert "".join(chunks) == text
 
 
 def test_offset_is_counted_over_all_chunks(tmp_path) -> None:

@@ -12,7 +12,14 @@ from slipstream.data import BpeTokenizer, ByteTokenizer, Tokenizer, builtin_sour
 from slipstream.data.tokenizer import BPE_FILE, EOS_TEXT, IDENTITY_FILE, cut_pieces
 from slipstream.errors import ConfigError, DataError
 
-TEXTS = ["the cat sat on the mat; the cat spat.\n\n", "Où est le chat?\nLe chat est là.\n", "the the the the cat cat"]
+# With tokens of white space too, which a cut in a wrong place would tear.
+SPACES = "\n\n\na \n b\n \n c\t\n\nd\r\n\r\ne   \nf" * 3
+TEXTS = [
+    SPACES,
+    "the cat sat on the mat; the cat spat.\n\n",
+    "Où est le chat?\nLe chat est là.\n",
+    "the the the the cat cat",
+]
 BPE = train_bpe(TEXTS, vocab_size=300)
 BOTH: list[Tokenizer] = [ByteTokenizer(), BPE]
 both = pytest.mark.parametrize("tokenizer", BOTH, ids=lambda t: t.name)

@@ -15,8 +15,9 @@ OptimizerT = TypeVar("OptimizerT")
 def attach(optimizer: OptimizerT, *methods: Delay | ErrorFeedback) -> OptimizerT:
     """Delay an optimizer's gradients, look ahead along its updates, or both, from its next step on.
 
-    Attach before or after loading a checkpoint: state of the plug-in that the optimizer already has is taken up. Copies
-    made by ``copy.deepcopy`` and pickle have that state but, as torch makes them, no hooks; attach to them again.
+    Attach before a checkpoint is loaded. Afterwards works too, as state of the plug-in that the optimizer has is taken
+    up, except for a checkpoint from the first tau steps of a delay. Copies made by ``copy.deepcopy`` and pickle have
+    the state but, as torch makes them, no hooks; attach to them again.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``; or a wrapper without hooks that holds one as ``.optimizer``

@@ -61,13 +61,6 @@ class Entries:
                 # A rule without state (plain SGD) has made no entry; then this is all there is.
                 self._state[param].update(self._waiting.pop(param))
 
-    def unsettle(self, params: Iterable[Tensor]) -> None:
-        """Move entries out of states that hold nothing else."""
-        for param in params:
-            entry = self._state.get(param)
-            if entry and all(_is_ours(key) for key in entry):
-                self._waiting[param] = self._state.pop(param)
-
     def drop(self, params: Iterable[Tensor]) -> None:
         """Remove every trace."""
         self._waiting.clear()
@@ -79,14 +72,11 @@ class Entries:
                 if not entry:
                     del self._state[param]
 
-    def replace(self, params: Iterable[Tensor], entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Put these entries, or none, in place of whatever the parameters' states hold of the plug-in."""
-        for param in params:
-            entry = self._state.get(param, {})
-            for key in [key for key in entry if _is_ours(key)]:
-                del entry[key]
-            if entries.get(param):
-                self._state[param].update(entries[param])
+    def add(self, entries: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Put these entries where they belong: beside the rule's own state where there is some, else to wait."""
+        for param, entry in entries.items():
+            if entry:
+                self.write(param).update(entry)
 
     def add_waiting(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Add the entries that wait outside to a state_dict of the optimizer."""
@@ -100,19 +90,30 @@ def saved_entries(
 ) -> dict[Tensor, dict[str, Any]]:
     """Return copies of the entries in a state_dict that is about to be loaded, in the types they were saved in.
 
-    ``load_state_dict`` casts every floating tensor to its parameter's type; these are put back after it.
-
     Args:
         optimizer: The one that it will be loaded into.
         state_dict: Its ``param_groups`` name the parameters, by number or otherwise, in the optimizer's order.
         keys: As in :func:`complete`.
     """
-    names = [name for group in state_dict.get("param_groups", ()) for name in group["params"]]
-    states = state_dict.get("state", {})
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    entries = [complete(state_dict["state"].get(name, {}), keys=keys) for name in names]
     return {
-        param: {key: _copied(value, param) for key, value in complete(states.get(name, {}), keys=keys).items()}
-        for name, param in zip(names, parameters(optimizer), strict=False)
+        param: {key: _copied(value, param) for key, value in entry.items()}
+        for param, entry in zip(parameters(optimizer), entries, strict=False)  # torch compares their numbers
     }
+
+
+def without_entries(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state_dict as the rule itself made it.
+
+    Loading would cast the entries to their parameters' types, and some rules (AdamW) take any entry for their own.
+    """
+    states = {
+        name: {key: value for key, value in state.items() if not _is_ours(key)} if isinstance(state, Mapping) else state
+        for name, state in state_dict["state"].items()
+    }
+    kept = {name: state for name, state in states.items() if state or not state_dict["state"][name]}
+    return {**state_dict, "state": kept}
 
 
 def complete(entry: Mapping[str, Any], *, keys: Iterable[Collection[str]]) -> dict[str, Any]:

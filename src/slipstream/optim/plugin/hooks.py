@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.errors import CheckpointError, ConfigError, StalenessError
-from slipstream.optim.plugin.entries import Entries, complete, parameters, saved_entries
+from slipstream.optim.plugin.entries import Entries, complete, parameters, saved_entries, without_entries
 from slipstream.optim.plugin.methods import HELD, HISTORY, TAU, Delay, ErrorFeedback
 
 
@@ -72,6 +72,7 @@ class Hooks:
     def _entries(self, optimizer: Optimizer) -> Entries:
         return Entries(optimizer.state, self._waiting)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no type
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Release the oldest gradients and hand the optimizer its own weights."""
@@ -97,6 +98,7 @@ class Hooks:
             self._step.first = not self._feedback.has_history(entries, params)
             self._step.before = self._feedback.begin_step(entries, params)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no type
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Publish the next weights; let waiting entries into the state that the rule has now made."""
@@ -115,20 +117,20 @@ class Hooks:
         """Add what the optimizer's state cannot hold yet."""
         self._entries(optimizer).add_waiting(optimizer, state_dict)
 
-    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Check a state_dict before it replaces anything, and keep what loading would cast."""
-        for entry in state_dict.get("state", {}).values():
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check a state_dict before it replaces anything; keep the entries and hand on the rest."""
+        for entry in state_dict["state"].values():
             self._check_delay(entry)
         self._saved = saved_entries(optimizer, state_dict, keys=self._keys)
+        return without_entries(state_dict)
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Put the entries back as they were saved."""
-        self._waiting.clear()
         self._step = None
         entries, params = self._entries(optimizer), list(parameters(optimizer))
-        entries.replace(params, self._saved)
+        entries.drop(params)
+        entries.add(self._saved)
         self._saved = {}
-        entries.unsettle(params)
         self._prepare(entries, [param for param in params if param.requires_grad and optimizer.state.get(param)])
 
     def _prepare(self, entries: Entries, params: list[Tensor]) -> None:

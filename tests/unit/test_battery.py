@@ -1,0 +1,285 @@
+"""The common battery: every rule x every method against staleness x several delays, through the one update path.
+
+A new rule is a row of ``RULES``, a new correction or publish method a row of ``METHODS``; the tests below then hold
+for it or say what does not. They drive ``Updater`` as an executor does, on problems small enough for seconds.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import OptimConfig
+from slipstream.models.roles import role
+from slipstream.optim import build_optimizers, export_state, import_state, join_tensors, split_tensors
+from slipstream.optim.lr import lr_factor
+from slipstream.staleness.corrections import Correction, DcAsgd
+from slipstream.staleness.delay import DelayLine
+from slipstream.staleness.gradient import Gradient, global_norm
+from slipstream.staleness.publish import build_publish_method
+from slipstream.staleness.updater import Updater, UpdateReport
+from slipstream.staleness.versions import VersionedWeights
+
+RULES = {
+    "adamw": OptimConfig(name="adamw", lr=0.05),
+    "muon": OptimConfig(name="muon", lr=0.1, adamw_lr=0.05),
+    "sgd-momentum": OptimConfig(name="torch.optim.SGD", lr=0.04, args={"momentum": 0.9}),
+    "nadam": OptimConfig(name="torch.optim.NAdam", lr=0.05),
+    "rmsprop": OptimConfig(name="torch.optim.RMSprop", lr=0.03),
+    "adagrad": OptimConfig(name="torch.optim.Adagrad", lr=0.3),
+}
+"""Rates at which every method below converges at every delay below."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What is done about staleness.
+
+    Attributes:
+        error_feedback: Coefficient of the publish method.
+        corrections: Makes the corrections of a run, which may hold state.
+        identity_when_fresh: Whether gradients without staleness make it a no-op, bitwise. True of every correction;
+            error feedback is a look-ahead, which a run without delay has no use for: a control, and no identity.
+    """
+
+    error_feedback: float = 0.0
+    corrections: Callable[[], list[Correction]] = list
+    identity_when_fresh: bool = True
+
+
+METHODS = {
+    "none": Method(),
+    "ef-0.5": Method(error_feedback=0.5, identity_when_fresh=False),
+    "ef-1": Method(error_feedback=1.0, identity_when_fresh=False),
+    "ef-2": Method(error_feedback=2.0, identity_when_fresh=False),
+    "dc-asgd": Method(corrections=lambda: [DcAsgd(0.5)]),
+    "dc-asgd+ef-1": Method(error_feedback=1.0, corrections=lambda: [DcAsgd(0.5)], identity_when_fresh=False),
+}
+DELAYS = (0, 1, 3)
+
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_method = pytest.mark.parametrize("method", METHODS)
+every_delay = pytest.mark.parametrize("delay", DELAYS)
+
+Weights = Mapping[str, Tensor]
+
+# Names by which the real routing tells matrices of blocks from all else, so Muon runs beside its AdamW.
+UP, DOWN, NORM = "blocks.0.ffn.up.weight", "blocks.0.ffn.down.weight", "head.norm.weight"
+IDLE = "blocks.1.ffn.up.weight"
+"""A parameter of no influence, such as an expert that no token goes to."""
+SHAPES = {UP: (6, 8), DOWN: (8, 4), NORM: (4,), IDLE: (3, 2)}
+TOTAL_STEPS = 80
+
+
+def linear(weights: Weights, x: Tensor) -> Tensor:
+    return torch.cat([x[..., :6] @ weights[UP], x @ weights[DOWN] + weights[NORM]], dim=-1)
+
+
+def two_layers(weights: Weights, x: Tensor) -> Tensor:
+    return torch.tanh(x[..., :6] @ weights[UP]) @ weights[DOWN] * weights[NORM]
+
+
+PROBLEMS: dict[str, Callable[[Weights, Tensor], Tensor]] = {"convex": linear, "not convex": two_layers}
+
+
+def seeded(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def some_weights(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: seeded(seed + i, *shape, dtype=dtype) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+class Run:
+    """Trains by one rule, method and delay to match a fixed teacher; each batch is a pure function of its index."""
+
+    def __init__(
+        self,
+        rule: str,
+        method: str,
+        delay: int,
+        *,
+        problem: str = "not convex",
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        published_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = PROBLEMS[problem]
+        self.line = DelayLine(delay)
+        self.inputs = seeded(0, TOTAL_STEPS + 1, 32, 8, dtype=published_dtype or dtype)
+        with torch.no_grad():
+            self.targets = self.model(some_weights(20, self.inputs.dtype), self.inputs)
+        masters = {name: nn.Parameter(tensor) for name, tensor in some_weights(10, dtype).items()}
+        optim = dataclasses.replace(RULES[rule], weight_decay=weight_decay)
+        self.updater = Updater(
+            masters,
+            build_optimizers(masters, optim, role=role),
+            weights=VersionedWeights(masters, num_buffers=self.line.num_versions, dtype=published_dtype or dtype),
+            publish=build_publish_method(METHODS[method].error_feedback),
+            lr_factor=lambda update: lr_factor(update, warmup_steps=5, total_steps=TOTAL_STEPS, final_fraction=0.0),
+            max_grad_norm=max_grad_norm,
+            corrections=METHODS[method].corrections(),
+        )
+
+    @property
+    def weights(self) -> VersionedWeights:
+        return self.updater.weights
+
+    def loss(self, weights: Weights, batch: int) -> Tensor:
+        return (self.model(weights, self.inputs[batch]) - self.targets[batch]).square().mean()
+
+    def step(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> UpdateReport:
+        """Make an update of the next batch; ``change`` may replace its gradient by name."""
+        batch = self.weights.latest
+        version = self.line.read_version(batch)
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in self.weights.read(version).items()}
+        self.loss(leaves, batch).backward()
+        tensors: dict[str, Tensor | None] = {}
+        for name, leaf in leaves.items():
+            found = None if leaf.grad is None else leaf.grad.to(self.updater.masters[name].dtype)
+            tensors[name] = change(name, found) if change and found is not None else found
+        gradient = Gradient(tensors=tensors, read_version=version, num_tokens=32)
+        return self.updater.step(gradient, global_norm(gradient.norms(SHAPES)))
+
+    def steps(self, count: int) -> "Run":
+        for _ in range(count):
+            self.step()
+        return self
+
+    def evaluate(self) -> float:
+        """Return the loss of the newest published weights on unseen inputs."""
+        with torch.no_grad():
+            return float(self.loss(self.weights.read(self.weights.latest), TOTAL_STEPS))
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that decides how the run goes on, flat."""
+        tensors = {f"y/{name}": master for name, master in self.updater.masters.items()}
+        for version in self.weights.live:
+            tensors |= {f"x@{version}/{name}": tensor for name, tensor in self.weights.read(version).items()}
+        for optimizer in self.updater.optimizers.values():
+            tensors |= {f"optim/{path}": tensor for path, tensor in split_tensors(export_state(optimizer))[0].items()}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def save(self) -> tuple[dict[str, Tensor], str]:
+        """Return what a checkpoint holds: tensors, and the rest as JSON."""
+        trees = [split_tensors(export_state(optimizer))[1] for optimizer in self.updater.optimizers.values()]
+        scalars = {"optim": trees, "live": list(self.weights.live), "updater": self.updater.state_dict()}
+        return self.state(), json.dumps(scalars)
+
+    def restore(self, saved: tuple[dict[str, Tensor], str]) -> "Run":
+        tensors, scalars = saved[0], json.loads(saved[1])
+        with torch.no_grad():
+            for name, master in self.updater.masters.items():
+                master.copy_(tensors[f"y/{name}"])
+        self.weights.restore({v: {name: tensors[f"x@{v}/{name}"] for name in SHAPES} for v in scalars["live"]})
+        for optimizer, tree in zip(self.updater.optimizers.values(), scalars["optim"], strict=True):
+            import_state(optimizer, join_tensors(tree, lambda path: tensors[f"optim/{path}"]))
+        self.updater.load_state_dict(scalars["updater"])
+        return self
+
+
+def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Bitwise equality, of types as well."""
+    return first.keys() == second.keys() and all(
+        tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]) for name, tensor in first.items()
+    )
+
+
+def dtypes(tensors: Mapping[str, Tensor], prefix: str) -> set[torch.dtype]:
+    """Types of the weight-shaped tensors under a prefix; counters and scalars keep types of their own."""
+    return {tensor.dtype for name, tensor in tensors.items() if name.startswith(prefix) and tensor.ndim > 0}
+
+
+@every_delay
+@every_method
+@every_rule
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_converges(problem, rule, method, delay):
+    run = Run(rule, method, delay, problem=problem)
+    before = run.evaluate()
+    assert run.steps(TOTAL_STEPS).evaluate() < before / 4
+
+
+@every_rule
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
+def test_does_something_when_stale(rule, method):
+    """Otherwise a method that is not called would pass everything here."""
+    plain, run = (Run(rule, each, 1).steps(6) for each in ("none", method))
+    assert not torch.equal(run.updater.masters[UP], plain.updater.masters[UP])
+
+
+@every_rule
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
+def test_identity_when_fresh(rule, method):
+    plain, run = (Run(rule, each, 0, weight_decay=0.1).steps(8) for each in ("none", method))
+    assert same(plain.state(), run.state()) == METHODS[method].identity_when_fresh
+
+
+@every_delay
+@every_method
+@every_rule
+def test_state_round_trips(rule, method, delay):
+    """N steps, saved, restored into a fresh run, N more: the same bits as 2N; also before all buffers are filled."""
+    for first, second in ((6, 6), (1, 4)):
+        whole = Run(rule, method, delay, weight_decay=0.1).steps(first + second)
+        saved = Run(rule, method, delay, weight_decay=0.1).steps(first).save()
+        resumed = Run(rule, method, delay, weight_decay=0.1).restore(saved).steps(second)
+        assert same(whole.state(), resumed.state())
+
+
+@every_delay
+@every_method
+@every_rule
+@pytest.mark.parametrize(
+    ("dtype", "published_dtype"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)],
+)
+def test_keeps_dtype(rule, method, delay, dtype, published_dtype):
+    run = Run(rule, method, delay, dtype=dtype, published_dtype=published_dtype).steps(4)
+    state = run.state()
+    assert dtypes(state, "y/") == {dtype}
+    assert dtypes(state, "x@") == {published_dtype}
+    assert dtypes(state, "optim/") == {dtype}
+    assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+
+
+@every_delay
+@every_method
+@every_rule
+def test_survives_missing_gradients(rule, method, delay):
+    """IDLE never has a gradient, DOWN has none in every second batch, and one batch has none at all."""
+    run = Run(rule, method, delay, weight_decay=0.1)
+    initial = run.state()
+
+    def drop_some(name: str, gradient: Tensor) -> Tensor | None:
+        batch = run.weights.latest
+        return None if batch == 3 or (name == DOWN and batch % 2 == 0) else gradient
+
+    for _ in range(8):
+        run.step(drop_some)
+    state = run.state()
+    assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+    assert torch.equal(state[f"y/{IDLE}"], initial[f"y/{IDLE}"])
+    assert all(torch.equal(state[f"x@{v}/{IDLE}"], initial[f"y/{IDLE}"]) for v in run.weights.live)
+    assert not any(torch.equal(state[f"y/{name}"], initial[f"y/{name}"]) for name in (UP, DOWN, NORM))
+
+
+@every_delay
+@every_method
+@every_rule
+def test_survives_zero_gradients(rule, method, delay):
+    """Zeros from the start move nothing (0/0 is what a rule could make of them); training then begins as usual."""
+    run = Run(rule, method, delay)
+    initial = run.state()
+    for _ in range(3):
+        assert run.step(lambda name, gradient: torch.zeros_like(gradient)).grad_norm == 0.0
+    state = run.state()
+    for name in SHAPES:
+        assert torch.equal(state[f"y/{name}"], initial[f"y/{name}"])
+        assert all(torch.equal(state[f"x@{version}/{name}"], initial[f"y/{name}"]) for version in run.weights.live)
+    before = run.evaluate()
+    assert run.steps(30).evaluate() < before
