@@ -14,8 +14,10 @@ venv: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The synchronous twin first, so that the asynchronous run can be printed beside it.
 train: venv
-	$(BIN)/slipstream train --config configs/demo.toml --run-dir $(RUN_DIR) --overwrite
+	$(BIN)/slipstream train --config configs/demo_sync.toml --run-dir $(RUN_DIR)-sync --overwrite
+	$(BIN)/slipstream train --config configs/demo.toml --run-dir $(RUN_DIR) --overwrite --beside $(RUN_DIR)-sync
 
 test: venv
 	$(BIN)/python -m pytest

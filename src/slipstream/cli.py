@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -45,6 +45,8 @@ class TrainArgs(ConfigArgs):
     """Begin anew in a run directory that holds a run; its metrics and checkpoints are removed."""
     allow_change: tuple[str, ...] = ()
     """Settings that a resumed run may change although they change what is trained."""
+    beside: str = ""
+    """Run directory of a finished run to print this one's summary beside."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,12 +105,13 @@ def train(argv: Sequence[str]) -> int:
 
     args = _parse_config_args(TrainArgs, argv, prog="slipstream train")
     config = args.settings()
+    other = _read_summary(args.beside) if args.beside else None
     reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps)
     summary = launch(
         config, reporter=reporter, resume=args.resume, overwrite=args.overwrite, allow_change=args.allow_change
     )
     if summary is not None:
-        print(_summary_table(summary, config))
+        print(_summary_table(summary, other, run_dir=config.run_dir))
     return 0
 
 
@@ -187,6 +190,7 @@ def doctor(argv: Sequence[str]) -> int:
     return 0 if all(finding.ok for finding in findings) else 1
 
 
+Summary = dict[str, Any]
 Args = TypeVar("Args", bound=ConfigArgs)
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -270,19 +274,50 @@ def _early_values(argv: Sequence[str], flags: Sequence[str]) -> dict[str, str | 
     return values
 
 
-def _summary_table(summary: dict[str, object], config: Config) -> str:
+def _summary_table(summary: Summary, other: Summary | None, *, run_dir: str) -> str:
+    """Return a summary as lines, beside another run's where there is one."""
+    runs = [summary] if other is None else [summary, other]
     rows = [
-        ("validation loss, before", f"{summary['val_loss_before']:.4f} nats per token"),
-        ("validation loss, after", f"{summary['val_loss']:.4f} (x), {summary['val_loss_y']:.4f} (y)"),
-        ("bits per byte", f"{summary['val_bits_per_byte']:.4f}"),
-        ("tokens per second", f"{summary['tokens_per_s']:.0f}"),
-        ("staleness, mean / max", f"{summary['staleness_mean']:.3f} / {summary['staleness_max']}"),
-        ("bubble fraction", f"{summary['bubble_fraction']:.1%}"),
-        ("weights sha256", str(summary["weights_sha256"])),
-        ("run directory", config.run_dir),
+        ("executor", [_executor_text(run) for run in runs]),
+        ("validation loss, before", [f"{run['val_loss_before']:.4f}" for run in runs]),
+        ("validation loss, after", [f"{run['val_loss']:.4f} (x) {run['val_loss_y']:.4f} (y)" for run in runs]),
+        ("bits per byte", [f"{run['val_bits_per_byte']:.4f}" for run in runs]),
+        ("tokens per second", [f"{run['tokens_per_s']:.0f}" for run in runs]),
+        ("staleness, mean / max", [f"{run['staleness_mean']:.3f} / {run['staleness_max']}" for run in runs]),
+        ("bubble fraction", [f"{run['bubble_fraction']:.1%}" for run in runs]),
+        ("weights sha256", [run["weights_sha256"][: 64 if other is None else 16] for run in runs]),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    name_width = max(len(name) for name, _ in rows)
+    width = max(len(values[0]) for _, values in rows)
+    lines = [
+        f"{name:<{name_width}}  {'  '.join(f'{value:<{width}}' for value in values)}".rstrip() for name, values in rows
+    ]
+    if other is not None:
+        gain = summary["tokens_per_s"] / other["tokens_per_s"]
+        lines.append(f"{'throughput':<{name_width}}  {gain:.2f}x the other run's")
+    return "\n".join([*lines, f"{'run directory':<{name_width}}  {run_dir}"])
+
+
+def _executor_text(summary: Summary) -> str:
+    if summary["executor"] == "single":
+        return f"single, delay {summary['delay']}"
+    return f"{summary['num_stages']} stages, {summary['pipeline_schedule']}"
+
+
+def _read_summary(run_dir: str) -> Summary:
+    """Read another run's summary.
+
+    Raises:
+        ConfigError: The run has none.
+    """
+    path = Path(run_dir) / "summary.json"
+    try:
+        summary: Summary = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--beside {run_dir}: there is no readable {path}. Give the directory of a run that reached its last step."
+        ) from error
+    return summary
 
 
 if __name__ == "__main__":

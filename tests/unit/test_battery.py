@@ -89,8 +89,14 @@ def seeded(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def some_weights(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: seeded(seed + i, *shape, dtype=dtype) for i, (name, shape) in enumerate(SHAPES.items())}
+def initial_weights(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: seeded(10 + i, *shape, dtype=dtype) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def teacher(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights to be found, some way from the initial ones."""
+    initial = initial_weights(dtype).items()
+    return {name: start + 0.5 * seeded(20 + i, *start.shape, dtype=dtype) for i, (name, start) in enumerate(initial)}
 
 
 class Run:
@@ -112,8 +118,8 @@ class Run:
         self.line = DelayLine(delay)
         self.inputs = seeded(0, TOTAL_STEPS + 1, 32, 8, dtype=published_dtype or dtype)
         with torch.no_grad():
-            self.targets = self.model(some_weights(20, self.inputs.dtype), self.inputs)
-        masters = {name: nn.Parameter(tensor) for name, tensor in some_weights(10, dtype).items()}
+            self.targets = self.model(teacher(self.inputs.dtype), self.inputs)
+        masters = {name: nn.Parameter(tensor) for name, tensor in initial_weights(dtype).items()}
         optim = dataclasses.replace(RULES[rule], weight_decay=weight_decay)
         self.updater = Updater(
             masters,

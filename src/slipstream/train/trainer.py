@@ -156,6 +156,9 @@ class Trainer:
                     if last or stopped or _due(report.step, config.checkpoint.every_steps):
                         self._save()
                 self._weights_sha256 = self._writer.wait() or self._weights_sha256
+        except NonFiniteError:
+            self._writer.wait()  # all ranks raise this together; what was saved before must be whole
+            raise
         finally:
             self._reporter.close()
         if stopped:

@@ -187,6 +187,38 @@ def test_float32_gradients_of_bfloat16_weights_stay_float32(steps):
     assert torch.equal(held["slipstream_gradient_1"], exact)
 
 
+def test_float32_gradients_are_held_as_such_when_attached_in_mid_run():
+    """The room that is made for a checkpoint has the parameter's type; the first gradient brings its own."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    optimizer = torch.optim.Adagrad([weight], foreach=False)
+    optimizer.state[weight]["sum"] = torch.zeros(2)
+    attach(optimizer, Delay(2))
+    exact = torch.tensor([1.0 + 2**-20, 2.0])
+    for _ in range(2):
+        weight.grad = exact.clone()
+        optimizer.step()
+    assert torch.equal(optimizer.state[weight]["slipstream_gradient_0"], exact)
+
+
+def test_history_of_a_rule_without_state_survives_an_idle_step_and_a_flattened_checkpoint():
+    """The entry is all the state there is, and stays in optimizer.state, where torch looks for keys to load."""
+    results = []
+    for resumed in (False, True):
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = attach(torch.optim.SGD(model.parameters(), lr=0.1), ErrorFeedback(c=1.0))
+        for step in range(6):
+            if resumed and step == 4:
+                saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FLAT))
+                set_optimizer_state_dict(model, optimizer, saved, options=FLAT)
+            model.weight.grad = None if step == 3 else torch.full((2, 2), step + 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.weight.detach().clone())
+    assert torch.equal(results[0], results[1])
+
+
 def test_a_gradient_that_is_a_view_is_exchanged_in_place():
     """DDP and Megatron own the buffer behind it; a reference into it would change with the next backward."""
     buffer = torch.zeros(4)
