@@ -24,12 +24,12 @@ from slipstream.staleness.updater import Updater, UpdateReport
 from slipstream.staleness.versions import VersionedWeights
 
 RULES = {
-    "adamw": OptimConfig(name="adamw", lr=0.05),
-    "muon": OptimConfig(name="muon", lr=0.1, adamw_lr=0.05),
-    "sgd-momentum": OptimConfig(name="torch.optim.SGD", lr=0.04, args={"momentum": 0.9}),
+    "adamw": OptimConfig(name="adamw", lr=0.04),
+    "muon": OptimConfig(name="muon", lr=0.07, adamw_lr=0.05),
+    "sgd-momentum": OptimConfig(name="torch.optim.SGD", lr=0.025, args={"momentum": 0.9}),
     "nadam": OptimConfig(name="torch.optim.NAdam", lr=0.05),
-    "rmsprop": OptimConfig(name="torch.optim.RMSprop", lr=0.03),
-    "adagrad": OptimConfig(name="torch.optim.Adagrad", lr=0.3),
+    "rmsprop": OptimConfig(name="torch.optim.RMSprop", lr=0.02),
+    "adagrad": OptimConfig(name="torch.optim.Adagrad", lr=0.2),
 }
 """Rates at which every method below converges at every delay below."""
 
@@ -68,21 +68,17 @@ Weights = Mapping[str, Tensor]
 
 # Names by which the real routing tells matrices of blocks from all else, so Muon runs beside its AdamW.
 UP, DOWN, NORM = "blocks.0.ffn.up.weight", "blocks.0.ffn.down.weight", "head.norm.weight"
+LINEAR = "blocks.1.attention.o.weight"
 IDLE = "blocks.1.ffn.up.weight"
 """A parameter of no influence, such as an expert that no token goes to."""
-SHAPES = {UP: (6, 8), DOWN: (8, 4), NORM: (4,), IDLE: (3, 2)}
-TOTAL_STEPS = 80
+SHAPES = {UP: (6, 8), DOWN: (8, 4), NORM: (4,), LINEAR: (6, 4), IDLE: (3, 2)}
+TRAINED = (UP, DOWN, NORM, LINEAR)
+TOTAL_STEPS = 50
 
 
-def linear(weights: Weights, x: Tensor) -> Tensor:
-    return torch.cat([x[..., :6] @ weights[UP], x @ weights[DOWN] + weights[NORM]], dim=-1)
-
-
-def two_layers(weights: Weights, x: Tensor) -> Tensor:
-    return torch.tanh(x[..., :6] @ weights[UP]) @ weights[DOWN] * weights[NORM]
-
-
-PROBLEMS: dict[str, Callable[[Weights, Tensor], Tensor]] = {"convex": linear, "not convex": two_layers}
+def model(weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two problems side by side: a network of two layers, and a linear one, which is convex."""
+    return torch.tanh(x @ weights[UP]) @ weights[DOWN] * weights[NORM], x @ weights[LINEAR]
 
 
 def seeded(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -108,17 +104,15 @@ class Run:
         method: str,
         delay: int,
         *,
-        problem: str = "not convex",
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         dtype: torch.dtype = torch.float32,
         published_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = PROBLEMS[problem]
         self.line = DelayLine(delay)
-        self.inputs = seeded(0, TOTAL_STEPS + 1, 32, 8, dtype=published_dtype or dtype)
+        self.inputs = seeded(0, TOTAL_STEPS + 1, 32, 6, dtype=published_dtype or dtype)
         with torch.no_grad():
-            self.targets = self.model(teacher(self.inputs.dtype), self.inputs)
+            self.targets = model(teacher(self.inputs.dtype), self.inputs)
         masters = {name: nn.Parameter(tensor) for name, tensor in initial_weights(dtype).items()}
         optim = dataclasses.replace(RULES[rule], weight_decay=weight_decay)
         self.updater = Updater(
@@ -135,15 +129,17 @@ class Run:
     def weights(self) -> VersionedWeights:
         return self.updater.weights
 
-    def loss(self, weights: Weights, batch: int) -> Tensor:
-        return (self.model(weights, self.inputs[batch]) - self.targets[batch]).square().mean()
+    def losses(self, weights: Weights, batch: int) -> Tensor:
+        """Return the mean squared error of either problem."""
+        predictions = model(weights, self.inputs[batch])
+        return torch.stack([(p - t[batch]).square().mean() for p, t in zip(predictions, self.targets, strict=True)])
 
     def step(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> UpdateReport:
         """Make an update of the next batch; ``change`` may replace its gradient by name."""
         batch = self.weights.latest
         version = self.line.read_version(batch)
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in self.weights.read(version).items()}
-        self.loss(leaves, batch).backward()
+        self.losses(leaves, batch).sum().backward()
         tensors: dict[str, Tensor | None] = {}
         for name, leaf in leaves.items():
             found = None if leaf.grad is None else leaf.grad.to(self.updater.masters[name].dtype)
@@ -156,10 +152,10 @@ class Run:
             self.step()
         return self
 
-    def evaluate(self) -> float:
-        """Return the loss of the newest published weights on unseen inputs."""
+    def evaluate(self) -> Tensor:
+        """Return either problem's loss at the newest published weights, on unseen inputs."""
         with torch.no_grad():
-            return float(self.loss(self.weights.read(self.weights.latest), TOTAL_STEPS))
+            return self.losses(self.weights.read(self.weights.latest), TOTAL_STEPS)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that decides how the run goes on, flat."""
@@ -203,11 +199,10 @@ def dtypes(tensors: Mapping[str, Tensor], prefix: str) -> set[torch.dtype]:
 @every_delay
 @every_method
 @every_rule
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_converges(problem, rule, method, delay):
-    run = Run(rule, method, delay, problem=problem)
+def test_converges(rule, method, delay):
+    run = Run(rule, method, delay)
     before = run.evaluate()
-    assert run.steps(TOTAL_STEPS).evaluate() < before / 4
+    assert bool((run.steps(TOTAL_STEPS).evaluate() < before / 3).all())
 
 
 @every_rule
@@ -271,7 +266,7 @@ def test_survives_missing_gradients(rule, method, delay):
     assert all(bool(tensor.isfinite().all()) for tensor in state.values())
     assert torch.equal(state[f"y/{IDLE}"], initial[f"y/{IDLE}"])
     assert all(torch.equal(state[f"x@{v}/{IDLE}"], initial[f"y/{IDLE}"]) for v in run.weights.live)
-    assert not any(torch.equal(state[f"y/{name}"], initial[f"y/{name}"]) for name in (UP, DOWN, NORM))
+    assert not any(torch.equal(state[f"y/{name}"], initial[f"y/{name}"]) for name in TRAINED)
 
 
 @every_delay
@@ -288,4 +283,4 @@ def test_survives_zero_gradients(rule, method, delay):
         assert torch.equal(state[f"y/{name}"], initial[f"y/{name}"])
         assert all(torch.equal(state[f"x@{version}/{name}"], initial[f"y/{name}"]) for version in run.weights.live)
     before = run.evaluate()
-    assert run.steps(30).evaluate() < before
+    assert bool((run.steps(15).evaluate() < before).all())

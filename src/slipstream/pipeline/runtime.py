@@ -24,6 +24,9 @@ from slipstream.staleness.updater import UpdateReport
 Noter = Callable[[int, str], None]
 """Is told (rank, text) before each action."""
 
+ProgramBuilder = Callable[[Config, BatchSource, ScheduleSpec, Transport], dict[int, StageProgram]]
+"""Builds the stages that a rank holds; see :func:`build_programs`."""
+
 
 class PipelineExecutor:
     """One rank of a pipeline.
@@ -37,6 +40,7 @@ class PipelineExecutor:
         transport: Connected to the other ranks.
         note: Is told of each action before it runs.
         record: Keep every action's begin and end in :attr:`spans`.
+        build: Builds this rank's stages; none: :func:`build_programs`.
     """
 
     def __init__(
@@ -47,13 +51,14 @@ class PipelineExecutor:
         transport: Transport,
         note: Noter = lambda rank, text: None,
         record: bool = False,
+        build: ProgramBuilder | None = None,
     ) -> None:
         self._config = config
         self._transport = transport
         self._rank = transport.rank
         self._note = note
         self._spec = pipeline_spec(config)
-        self._programs = build_programs(config, batches, self._spec, transport)
+        self._programs = (build or build_programs)(config, batches, self._spec, transport)
         self._channels = self._open_channels()
         self._received: dict[tuple[str, int, int | None], Tensor] = {}
         self._produced: dict[tuple[str, int, int | None], Tensor] = {}
