@@ -16,6 +16,7 @@ LAYERS = (
     ("pipeline", "dataparallel"),
     ("plan",),
     ("train", "doctor"),
+    ("bench",),
     ("report",),
     ("cli",),
 )

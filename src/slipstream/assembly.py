@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from slipstream.config import Config
+from slipstream.errors import ConfigError
 from slipstream.executor import Point, Snapshot, StateReader
 from slipstream.models.llama import build_stage
 from slipstream.models.partition import StageSpec
@@ -19,7 +20,10 @@ from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.optim.build import build_optimizers
 from slipstream.optim.lr import lr_factor
 from slipstream.optim.state import WHOLE_OPTIMIZER, export_state, import_state, join_tensors, split_tensors
-from slipstream.staleness.publish import build_publish_method
+from slipstream.staleness.corrections import build_corrections
+from slipstream.staleness.prediction import WeightPrediction
+from slipstream.staleness.publish import PublishMethod, Windowed, build_publish_method
+from slipstream.staleness.step_size import build_step_size
 from slipstream.staleness.updater import Updater
 from slipstream.staleness.versions import VersionedWeights
 
@@ -62,11 +66,13 @@ class StageParts:
             bind(each, {leaf: weights.buffer(version)[name] for leaf, name in self.parameter_of.items()})
             for version, each in enumerate(self.modules)
         ]
+        self._mixed: nn.Module | None = None
+        optimizers = build_optimizers(masters, config.optim, role=role)
         self.updater = Updater(
             masters,
-            build_optimizers(masters, config.optim, role=role),
+            optimizers,
             weights=weights,
-            publish=build_publish_method(config.staleness.error_feedback),
+            publish=publish_method(config, optimizers),
             lr_factor=partial(
                 lr_factor,
                 warmup_steps=config.optim.lr_warmup_steps,
@@ -75,6 +81,8 @@ class StageParts:
                 final_fraction=config.optim.lr_final_fraction,
             ),
             max_grad_norm=config.optim.max_grad_norm,
+            corrections=build_corrections(config.staleness),
+            step_size=build_step_size(config.staleness),
         )
 
     @property
@@ -95,6 +103,26 @@ class StageParts:
         """Return the module whose leaves hold a live version."""
         self.updater.weights.read(version)
         return self.modules[version % len(self.modules)]
+
+    def mixed_module(self, versions: Mapping[str, int]) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+        """Return a module whose leaves hold each a version of its own, and those leaves.
+
+        Args:
+            versions: Live version of each leaf. Where all are the same, this is that version's own module.
+        """
+        weights, count = self.updater.weights, len(self.modules)
+        for version in set(versions.values()):
+            weights.read(version)
+        if len(set(versions.values())) == 1:
+            version = next(iter(versions.values()))
+            return self.modules[version % count], self.leaves[version % count]
+        if self._mixed is None:
+            self._mixed = copy.deepcopy(self.modules[0])
+        leaves = {leaf: self.leaves[version % count][leaf] for leaf, version in versions.items()}
+        for leaf, parameter in leaves.items():
+            owner, _, attribute = leaf.rpartition(".")
+            self._mixed.get_submodule(owner).register_parameter(attribute, parameter)
+        return self._mixed, leaves
 
     def forward_at(self, point: Point, x: Tensor) -> Tensor:
         """Compute one microbatch for evaluation: no dropout, no gradient.
@@ -131,6 +159,9 @@ class StageParts:
                 if name in self.parameter_of or name == WHOLE_OPTIMIZER:
                     held, scalars["optim"][name] = split_tensors(state)
                     tensors |= {f"optim/{name}/{path}": tensor for path, tensor in held.items()}
+        for position, correction in enumerate(self.updater.corrections):
+            for slot, held in correction.slots.items():
+                tensors |= {f"correction/{position}/{slot}/{n}": t for n, t in held.items() if n in self.parameter_of}
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         return Snapshot(tensors=copies, scalars=scalars, digests=self.digests())
 
@@ -151,7 +182,35 @@ class StageParts:
         }
         for optimizer in updater.optimizers.values():
             import_state(optimizer, optim_state)
+        for position, correction in enumerate(updater.corrections):
+            for slot, held in correction.slots.items():
+                prefix = f"correction/{position}/{slot}/"
+                names = [n for n in updater.masters if prefix + n in state.tensor_names]
+                held |= {n: state.tensor(prefix + n).to(updater.masters[n].device) for n in names}
         updater.load_state_dict(state.scalars["updater"])
+
+
+def publish_method(config: Config, optimizers: Mapping[str, torch.optim.Optimizer]) -> PublishMethod:
+    """Return the publish method that the settings name.
+
+    Raises:
+        ConfigError: Two methods are named, or the optimizer lacks what a prediction reads.
+    """
+    staleness = config.staleness
+    method = build_publish_method(staleness.error_feedback)
+    if staleness.prediction != "none":
+        if staleness.error_feedback:
+            raise ConfigError(
+                f"staleness.prediction is '{staleness.prediction}' and staleness.error_feedback is "
+                f"{staleness.error_feedback}; both say what is published. Leave one out."
+            )
+        num_steps = staleness.prediction_steps or float(staleness.delay or 0)
+        method = WeightPrediction(staleness.prediction, num_steps=num_steps, optimizers=optimizers)
+    if method.changes_weights and (staleness.sync_until_step or staleness.sync_from_step):
+        # Batch b makes update b + 1; the version that the first batch without delay reads must be y already.
+        last = staleness.sync_from_step - 2 if staleness.sync_from_step else None
+        return Windowed(method, first=staleness.sync_until_step + 1, last=last)
+    return method
 
 
 def _read_optim_tensor(state: StateReader, name: str, path: str) -> Tensor:

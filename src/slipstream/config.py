@@ -148,6 +148,32 @@ class StalenessConfig:
     for the executor `single`."""
     error_feedback: float = 0.0
     """Coefficient c of update-level error feedback: publish x = y + c (y - y_prev); 0: none."""
+    delay_weights: tuple[float, ...] = ()
+    """Relative probabilities of a delay of 0, 1, 2, ...: each batch draws its own (executor `single`)."""
+    delay_replay: str = ""
+    """A run's metrics.jsonl: batches have the staleness recorded there (executor `single`)."""
+    delay_stages: int = 0
+    """The original PipeDream at so many stages: stage s has a delay of stages - 1 - s (executor `single`)."""
+    delay_roles: tuple[str, ...] = ()
+    """Delay only parameters of these roles, or, with `not` first, all others (executor `single`)."""
+    delay_blocks: tuple[int, ...] = ()
+    """Delay only parameters of the blocks from the first of these two numbers to before the second (`single`)."""
+    sync_until_step: int = 0
+    """Updates without delay at the start; error feedback begins after them (executor `single`)."""
+    sync_from_step: int = 0
+    """Update from which on there is no delay and no error feedback; 0: never (executor `single`)."""
+    prediction: Literal["none", "spectrain", "xpipe"] = "none"
+    """Publish weights predicted from the optimizer's momentum, in place of error feedback."""
+    prediction_steps: float = 0.0
+    """Updates to predict ahead; 0: the delay."""
+    correction: Literal["none", "dc_asgd", "dc_asgd_adaptive", "gap_aware", "gradient_feedback"] = "none"
+    """What is done to a stale gradient."""
+    correction_strength: float = 0.0
+    """lambda of dc_asgd and dc_asgd_adaptive, c of gradient_feedback."""
+    lr_discount: Literal["none", "inverse_staleness", "pipemare"] = "none"
+    """Factor on the learning rate by staleness."""
+    lr_discount_steps: int = 0
+    """Updates until pipemare uses the whole rate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,7 +305,7 @@ def to_dict(config: Config) -> dict[str, Any]:
     def prune(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: prune(item) for key, item in value.items() if item is not None}
-        return value
+        return list(value) if isinstance(value, tuple) else value
 
     return typing.cast(dict[str, Any], prune(dataclasses.asdict(config)))
 
@@ -369,6 +395,17 @@ def _check_ranges(config: Config) -> None:
         raise ConfigError(f"staleness.error_feedback is {config.staleness.error_feedback}; give a finite number.")
 
 
+SINGLE_ONLY = (
+    "delay_weights",
+    "delay_replay",
+    "delay_stages",
+    "delay_roles",
+    "delay_blocks",
+    "sync_until_step",
+    "sync_from_step",
+)
+"""Settings of :class:`StalenessConfig` that only the executor `single` can follow."""
+
 FREE_TO_CHANGE = (
     "run_dir",
     "executor",
@@ -450,6 +487,12 @@ def _checked(value: Any, hint: Any, *, where: str) -> Any:
         return _checked(value, inner, where=where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} must be a list, given {value!r}.")
+        return tuple(
+            _checked(item, typing.get_args(hint)[0], where=f"{where}, item {i}") for i, item in enumerate(value)
+        )
     expected = origin or hint
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         raise ConfigError(f"{where} must be {_plain_name(expected)}, given {value!r}.")

@@ -105,6 +105,10 @@ class Executor(Protocol):
             stop_requested: This rank was asked to stop; reported back once all ranks know.
         """
 
+    @property
+    def has_two_points(self) -> bool:
+        """Whether the published weights x can differ from the optimizer's y by more than a cast."""
+
     def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
         """Return the summed loss in nats over batches, without changing the course of training."""
 

@@ -106,6 +106,11 @@ class PipelineExecutor:
                 return self._report()
         raise AssertionError("the stream ended before the step that was asked for")
 
+    @property
+    def has_two_points(self) -> bool:
+        """Whether x can differ from y by more than a cast."""
+        return next(iter(self._programs.values())).parts.updater.publish.changes_weights
+
     def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
         """Return the summed loss in nats over batches, on every rank.
 

@@ -1,12 +1,21 @@
-"""The gradient seam: what is done to a gradient because it is stale?"""
+"""The gradient seam: what is done to a gradient because it is stale?
 
+Every correction sees ``now``, the optimizer's weights y, and ``read``, the published weights x that the gradient was
+computed on. So where a publish method already looks ahead, a correction compensates only what is left.
+"""
+
+import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.config import StalenessConfig
 from slipstream.staleness.gradient import Gradient
+
+Slots = dict[str, dict[str, Tensor]]
+"""State of a correction: by slot, then by parameter name."""
 
 
 class Correction(Protocol):
@@ -14,6 +23,9 @@ class Correction(Protocol):
 
     At zero staleness a correction returns its input, bitwise.
     """
+
+    slots: Slots
+    """What a resumed run needs."""
 
     def correct(
         self, gradient: Gradient, *, staleness: int, now: Mapping[str, Tensor], read: Mapping[str, Tensor]
@@ -33,37 +45,140 @@ class DcAsgd:
 
     .. math:: g + \lambda\, g \odot g \odot (w_{now} - w_{read})
 
+    The adaptive form divides lambda by the root of a running mean of :math:`g^2`.
+
     Args:
-        strength: lambda, in units of 1 / (gradient x weight).
+        strength: lambda, in units of 1 / (gradient x weight); adaptive: in units of 1 / weight.
+        adaptive: DC-ASGD-a.
+        decay: Of the running mean.
+        eps: Added to the mean before the root.
 
     Cost:
-        One transient tensor per parameter; the weights read are held by the ring of versions anyway.
+        One transient tensor per parameter, and one persistent when adaptive; the weights read are held anyway.
 
     Source:
-        Zheng et al. 2017, arXiv 1609.08326, equation 10.
-
-    Differs:
-        The displacement is from the published weights x that this gradient read to the optimizer's y, so that a
-        publish method and this correction do not both compensate the same staleness.
+        Zheng et al. 2017, arXiv 1609.08326, equations 10 and 14.
     """
 
-    def __init__(self, strength: float) -> None:
+    def __init__(self, strength: float, *, adaptive: bool = False, decay: float = 0.95, eps: float = 1e-7) -> None:
         self.strength = strength
+        self.adaptive = adaptive
+        self.decay = decay
+        self.eps = eps
+        self.slots: Slots = {"mean_square": {}} if adaptive else {}
 
     @torch.no_grad()
     def correct(
         self, gradient: Gradient, *, staleness: int, now: Mapping[str, Tensor], read: Mapping[str, Tensor]
     ) -> Gradient:
-        """Return ``g + lambda g g (now - read)``; at zero staleness the gradient itself."""
-        if staleness == 0:
-            return gradient
-        tensors = {
-            name: None if g is None else torch.addcmul(g, g * g, now[name] - read[name].to(g), value=self.strength)
-            for name, g in gradient.tensors.items()
-        }
-        return Gradient(
-            tensors=tensors,
-            read_version=gradient.read_version,
-            num_tokens=gradient.num_tokens,
-            reduction=gradient.reduction,
-        )
+        """Return the gradient with the first-order term of the curvature."""
+        tensors: dict[str, Tensor | None] = {}
+        for name, g in gradient.tensors.items():
+            tensors[name] = g
+            if g is None:
+                continue
+            curvature = g * g
+            if self.adaptive:
+                mean = _running_mean(self.slots["mean_square"], name, curvature, decay=self.decay)
+                curvature = curvature / (mean + self.eps).sqrt()
+            if staleness > 0:
+                moved = now[name] - read[name].to(g.dtype)
+                tensors[name] = torch.addcmul(g, curvature, moved, value=self.strength)
+        return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
+
+
+class GapAware:
+    r"""Divide each parameter's gradient by how many typical steps its weights have moved.
+
+    .. math:: g / (1 + \mathrm{RMS}(w_{now} - w_{read}) / \mathrm{RMS}(\text{typical step}))
+
+    Args:
+        decay: Of the running mean of the step's RMS.
+
+    Cost:
+        One persistent copy of the weights, to see each step.
+
+    Source:
+        Barkai, Hakimi, Schuster 2020, arXiv 1909.10802, per parameter tensor.
+    """
+
+    def __init__(self, *, decay: float = 0.99) -> None:
+        self.decay = decay
+        self.slots: Slots = {"last": {}, "typical_step": {}}
+
+    @torch.no_grad()
+    def correct(
+        self, gradient: Gradient, *, staleness: int, now: Mapping[str, Tensor], read: Mapping[str, Tensor]
+    ) -> Gradient:
+        """Return the damped gradient."""
+        tensors = dict(gradient.tensors)
+        for name, g in gradient.tensors.items():
+            last, y = self.slots["last"].get(name), now[name].detach()
+            if last is not None:
+                step = _rms(y - last)
+                if step > 0:
+                    _running_mean(self.slots["typical_step"], name, step, decay=self.decay)
+            self.slots["last"][name] = y.clone()
+            typical = self.slots["typical_step"].get(name)
+            if staleness > 0 and g is not None and typical is not None:
+                tensors[name] = g / (1 + _rms(y - read[name].to(y.dtype)) / typical)
+        return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
+
+
+class GradientFeedback:
+    r"""Error feedback on the gradient instead of the update: an ablation.
+
+    .. math:: g_t + c\,(g_t - g_{t-1})
+
+    The difference of two gradients is mostly noise, which an adaptive rule then takes for curvature.
+
+    Args:
+        coefficient: c.
+
+    Cost:
+        One persistent gradient.
+    """
+
+    def __init__(self, coefficient: float) -> None:
+        self.coefficient = coefficient
+        self.slots: Slots = {"previous": {}}
+
+    @torch.no_grad()
+    def correct(
+        self, gradient: Gradient, *, staleness: int, now: Mapping[str, Tensor], read: Mapping[str, Tensor]
+    ) -> Gradient:
+        """Return the extrapolated gradient; a parameter that had none before is left as it is."""
+        tensors = dict(gradient.tensors)
+        for name, g in gradient.tensors.items():
+            previous = self.slots["previous"].pop(name, None)
+            if g is not None:
+                self.slots["previous"][name] = g.clone()
+                if staleness > 0 and previous is not None:
+                    tensors[name] = torch.lerp(previous, g, 1.0 + self.coefficient)
+        return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
+
+
+def build_corrections(config: StalenessConfig) -> tuple[Correction, ...]:
+    """Return the corrections that the settings name."""
+    strength = config.correction_strength
+    match config.correction:
+        case "dc_asgd":
+            return (DcAsgd(strength),)
+        case "dc_asgd_adaptive":
+            return (DcAsgd(strength, adaptive=True),)
+        case "gap_aware":
+            return (GapAware(),)
+        case "gradient_feedback":
+            return (GradientFeedback(strength),)
+        case "none":
+            return ()
+
+
+def _running_mean(slot: dict[str, Tensor], name: str, value: Tensor, *, decay: float) -> Tensor:
+    """Update a running mean, which begins at its first value, and return it."""
+    slot[name] = torch.lerp(value, slot[name], decay) if name in slot else value.clone()
+    return slot[name]
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()

@@ -15,16 +15,19 @@ class Gradient:
     Attributes:
         tensors: Gradient by parameter name, each of its parameter's shape, in the master weights' dtype; ``None``
             for a parameter that took no part in the batch (an expert without tokens).
-        read_version: Version of the weights that every forward and backward of the batch read.
+        read_version: Version of the weights that every forward and backward of the batch read; the oldest of them
+            where ``read_versions`` tells parameters apart.
         num_tokens: Valid target tokens of the batch.
         reduction: Whether the loss was a ``"mean"`` over those tokens or their ``"sum"``. It travels with the
             gradient because a weight that is right for one is wrong for the other.
+        read_versions: Version read by parameter name, where they differ; ``None``: ``read_version`` for all.
     """
 
     tensors: Mapping[str, Tensor | None]
     read_version: int
     num_tokens: int
     reduction: Literal["mean", "sum"] = "mean"
+    read_versions: Mapping[str, int] | None = None
 
     def norms(self, names: Iterable[str], *, device: torch.device | str | None = None) -> Tensor:
         """Return each parameter's Euclidean norm.

@@ -14,8 +14,9 @@ class PublishMethod(Protocol):
     method may keep what it needs of the old ``y`` there.
     """
 
-    changes_weights: bool
-    """Whether x can differ from y by more than a cast, so that an evaluation has two points to look at."""
+    @property
+    def changes_weights(self) -> bool:
+        """Whether x can differ from y by more than a cast, so that an evaluation has two points to look at."""
 
     def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
         """Look at ``y`` before the optimizer changes it."""
@@ -117,6 +118,52 @@ class ErrorFeedback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the flag; absent (saved without error feedback): no history."""
         self._has_history = bool(state.get("has_history", False))
+
+
+class Windowed:
+    """A publish method that works on some updates only; on the others the masters are published as they are.
+
+    Where it begins, it begins without history; where it ends, the next version is y itself.
+
+    Args:
+        method: The method.
+        first: First update (from 1) whose version it writes.
+        last: Last one; ``None``: no end.
+    """
+
+    def __init__(self, method: PublishMethod, *, first: int, last: int | None) -> None:
+        self._method = method
+        self._first = first
+        self._last = last
+        self._update = 0
+        self._plain = PublishMasters()
+
+    @property
+    def changes_weights(self) -> bool:
+        """As the method."""
+        return self._method.changes_weights
+
+    def _current(self) -> PublishMethod:
+        is_inside = self._first <= self._update and (self._last is None or self._update <= self._last)
+        return self._method if is_inside else self._plain
+
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
+        """Count the update."""
+        self._update += 1
+        self._current().before_step(masters, published)
+
+    def after_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
+        """Write the next version."""
+        self._current().after_step(masters, published)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count, and the method's state."""
+        return {"update": self._update, "method": self._method.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self._update = int(state["update"])
+        self._method.load_state_dict(state["method"])
 
 
 def build_publish_method(error_feedback: float) -> PublishMethod:

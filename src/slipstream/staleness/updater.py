@@ -12,6 +12,7 @@ from slipstream.errors import StalenessError
 from slipstream.staleness.corrections import Correction
 from slipstream.staleness.gradient import Gradient
 from slipstream.staleness.publish import PublishMethod
+from slipstream.staleness.step_size import FullStep, StepSize
 from slipstream.staleness.versions import VersionedWeights
 
 
@@ -49,6 +50,7 @@ class Updater:
         lr_factor: Rate of update k (from 1) as a fraction of the peak.
         max_grad_norm: Global norm above which a gradient is scaled down; 0: never.
         corrections: Applied in order to each clipped gradient.
+        step_size: A factor on the rate by staleness; ``None``: none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Updater:
         lr_factor: Callable[[int], float],
         max_grad_norm: float = 0.0,
         corrections: Sequence[Correction] = (),
+        step_size: StepSize | None = None,
     ) -> None:
         self.masters = dict(masters)
         self.optimizers = dict(optimizers)
@@ -69,7 +72,8 @@ class Updater:
         self.num_skipped = 0
         self._lr_factor = lr_factor
         self._max_grad_norm = max_grad_norm
-        self._corrections = tuple(corrections)
+        self.corrections = tuple(corrections)
+        self._step_size = step_size or FullStep()
 
     def step(self, gradient: Gradient, grad_norm: Tensor) -> UpdateReport:
         """Turn a gradient into the next version of the weights.
@@ -88,13 +92,13 @@ class Updater:
                 f"a gradient claims to have read version {gradient.read_version}, the newest is {self.weights.latest}."
             )
         update = self.weights.latest + 1
-        factor = self._lr_factor(update)
+        factor = self._lr_factor(update) * self._step_size.factor(update=update, staleness=staleness)
         norm = float(grad_norm)
         skipped = not math.isfinite(norm)
         if not skipped:
             self._clip(gradient, grad_norm)
-            read = self.weights.read(gradient.read_version)
-            for correction in self._corrections:
+            read = self._weights_read(gradient)
+            for correction in self.corrections:
                 gradient = correction.correct(gradient, staleness=staleness, now=self.masters, read=read)
         # The buffer of the version that was read may be the one written next, so nothing below may look at it.
         published = self.weights.buffer(update)
@@ -107,6 +111,12 @@ class Updater:
         return UpdateReport(
             version=self.weights.advance(), staleness=staleness, grad_norm=norm, lr_factor=factor, skipped=skipped
         )
+
+    def _weights_read(self, gradient: Gradient) -> Mapping[str, Tensor]:
+        oldest = self.weights.read(gradient.read_version)
+        if gradient.read_versions is None:
+            return oldest
+        return {name: self.weights.read(version)[name] for name, version in gradient.read_versions.items()}
 
     def _clip(self, gradient: Gradient, grad_norm: Tensor) -> None:
         """Scale in place as ``torch.nn.utils.clip_grad_norm_`` does, to the bit."""

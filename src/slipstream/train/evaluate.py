@@ -27,22 +27,19 @@ class Evaluation:
     num_tokens: int
 
 
-def evaluate(
-    executor: Executor, batches: Sequence[Batch], *, token_bytes: np.ndarray, has_two_points: bool
-) -> Evaluation:
+def evaluate(executor: Executor, batches: Sequence[Batch], *, token_bytes: np.ndarray) -> Evaluation:
     """Evaluate on every rank alike.
 
     Args:
         executor: Holds the weights.
         batches: The same validation batches every time.
         token_bytes: UTF-8 bytes behind each token id, shape (vocab_size,).
-        has_two_points: Whether x and y can differ; otherwise one pass serves both.
     """
     targets = [batch.targets[batch.targets >= 0] for batch in batches]
     num_tokens = sum(batch.size for batch in targets)
     num_bytes = sum(int(token_bytes[batch].sum()) for batch in targets)
     nats_x = executor.evaluate(batches, "x")
-    nats_y = executor.evaluate(batches, "y") if has_two_points else nats_x
+    nats_y = executor.evaluate(batches, "y") if executor.has_two_points else nats_x
     return Evaluation(
         val_loss=nats_x / num_tokens,
         val_loss_y=nats_y / num_tokens,

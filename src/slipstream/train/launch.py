@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config, from_dict, load_toml, resolve, to_dict, to_toml, trajectory_changes
+from slipstream.config import (
+    SINGLE_ONLY,
+    Config,
+    StalenessConfig,
+    from_dict,
+    load_toml,
+    resolve,
+    to_dict,
+    to_toml,
+    trajectory_changes,
+)
 from slipstream.data import Dataset, open_data
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import stages
@@ -114,6 +124,13 @@ def _check_pipeline(config: Config) -> None:
         ConfigError: Too few microbatches, more stages than layers.
         ScheduleError: The schedule is wrong; a mistake of ours.
     """
+    staleness, default = config.staleness, StalenessConfig()
+    for name in SINGLE_ONLY:
+        if getattr(staleness, name) != getattr(default, name):
+            raise ConfigError(
+                f"staleness.{name} is {getattr(staleness, name)!r}, but in a pipeline the schedule says what a batch "
+                "reads. Leave it out, or use --executor single."
+            )
     spec = pipeline_spec(config)
     stages(config.model, spec.num_stages, sequence_length=config.data.sequence_length)
     verify(spec, num_batches=min(config.train.num_steps, 4))

@@ -1,6 +1,6 @@
 """The executor `single`: one process, any delay."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from slipstream.data.loader import Batch
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport
 from slipstream.models.llama import cross_entropy_sum
 from slipstream.models.partition import whole
-from slipstream.staleness.delay import DelayLine
 from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
+from slipstream.train.delays import delay_line
 
 
 class SingleExecutor:
@@ -29,7 +29,7 @@ class SingleExecutor:
         self._config = config
         self._batches = batches
         self._device = device
-        self._delay_line = DelayLine(config.staleness.delay or 0)
+        self._delay_line = delay_line(config)
         self._parts = StageParts(config, whole(config.model), num_versions=self._delay_line.num_versions, device=device)
         self._accumulator = GradientAccumulator()
 
@@ -41,12 +41,14 @@ class SingleExecutor:
     def run_step(self, *, stop_requested: bool = False) -> StepReport:
         """Compute the next batch on the version it reads and make an update of it."""
         batch = self._batches(self.step)
-        read_version = self._delay_line.read_version(batch.index)
-        loss = self._accumulate(batch, read_version)
+        versions = self._delay_line.read_versions(batch.index, self._parts.parameter_of)
+        loss = self._accumulate(batch, versions)
+        by_parameter = {self._parts.parameter_of[leaf]: version for leaf, version in versions.items()}
         gradient = Gradient(
             tensors=self._parts.by_parameter(self._accumulator.take()),
-            read_version=read_version,
+            read_version=min(versions.values()),
             num_tokens=batch.num_tokens,
+            read_versions=by_parameter if len(set(versions.values())) > 1 else None,
         )
         norm = global_norm(gradient.norms(self._parts.names, device=self._device))
         report = self._parts.updater.step(gradient, norm)
@@ -61,10 +63,10 @@ class SingleExecutor:
             stop=stop_requested,
         )
 
-    def _accumulate(self, batch: Batch, read_version: int) -> float:
+    def _accumulate(self, batch: Batch, versions: Mapping[str, int]) -> float:
         """Run forward and backward of each microbatch in order; return the batch's mean loss."""
-        module, num_tokens = self._parts.module(read_version), batch.num_tokens
-        leaves = self._parts.leaves[read_version % self._delay_line.num_versions]
+        module, leaves = self._parts.mixed_module(versions)
+        num_tokens = batch.num_tokens
         num_microbatches = self._config.pipeline.num_microbatches
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index in range(num_microbatches):
@@ -76,6 +78,11 @@ class SingleExecutor:
             self._accumulator.add(leaves)
             total += loss.detach()
         return float(total)
+
+    @property
+    def has_two_points(self) -> bool:
+        """Whether x can differ from y by more than a cast."""
+        return self._parts.updater.publish.changes_weights
 
     def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
         """Return the summed loss in nats over batches."""

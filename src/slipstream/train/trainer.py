@@ -214,7 +214,6 @@ class Trainer:
             self._executor,
             self._validation,
             token_bytes=self._tokenizer.token_bytes(),
-            has_two_points=self._config.staleness.error_feedback != 0,
         )
         if self._rank == 0:
             spent_s = time.perf_counter() - begin
