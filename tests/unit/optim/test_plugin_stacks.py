@@ -130,7 +130,7 @@ def test_gradient_accumulation_and_clipping_act_before_the_plugin():
 class Wrapper:
     """What DeepSpeed's and Megatron-Core's optimizers look like from outside: no torch optimizer, but they hold one."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: object) -> None:
         self.optimizer = optimizer
 
 
@@ -147,6 +147,7 @@ class Container:
         lambda a, b: Wrapper(Wrapper(a)),
         lambda a, b: Container(optimizers=[a, b]),
         lambda a, b: Container(chained_optimizers=[Wrapper(a), Wrapper(b)]),
+        lambda a, b: Container(chained_optimizers=[Wrapper(a), Wrapper(None)]),  # a rank without parameters of a kind
     ],
 )
 def test_wrappers_and_containers_are_looked_through(wrap):

@@ -100,8 +100,9 @@ def _bases(optimizer: Any) -> Iterator[Optimizer]:
             return
     if isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer):
         yield optimizer
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield from _bases(optimizer.optimizer)
+    elif hasattr(optimizer, "optimizer"):
+        if optimizer.optimizer is not None:  # Megatron-Core's stubs, on ranks without parameters, hold none
+            yield from _bases(optimizer.optimizer)
     else:
         raise ConfigError(
             f"given {type(optimizer).__name__}; the plug-in attaches to a torch.optim.Optimizer, or to an object that "
