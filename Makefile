@@ -4,7 +4,7 @@ RUN_DIR ?= runs/demo
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv train test lint format bench clean
+.PHONY: venv train test science lint format bench clean
 
 venv: .venv/installed
 
@@ -21,6 +21,10 @@ train: venv
 
 test: venv
 	$(BIN)/python -m pytest
+
+# Statistical claims over seeds: minutes, and no part of `make test`.
+science: venv
+	$(BIN)/python -m pytest -m slow
 
 lint: venv
 	$(BIN)/ruff format --check .

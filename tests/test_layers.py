@@ -22,7 +22,15 @@ LAYERS = (
 )
 """From the bottom up. A part may import what lies below it, and itself."""
 
-WITHOUT_TORCH = ("pipeline.actions", "pipeline.schedules", "pipeline.validation", "plan", "config", "errors")
+WITHOUT_TORCH = (
+    "pipeline.actions",
+    "pipeline.schedules",
+    "pipeline.validation",
+    "plan",
+    "bench.settings",
+    "config",
+    "errors",
+)
 
 
 def modules() -> dict[str, Path]:

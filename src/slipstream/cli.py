@@ -4,14 +4,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
 from slipstream import __version__
+from slipstream.bench.settings import BenchPipelineConfig
 from slipstream.config import Config, load_toml, to_toml
 from slipstream.errors import ConfigError, SlipstreamError, nearest
+from slipstream.plan.simulate import SimulateConfig, build_timeline, run_simulate
+from slipstream.plan.stability import StabilityConfig, run_stability, stability_text
 
 if TYPE_CHECKING:
     from slipstream.data import TokenizerInfo
@@ -86,6 +90,63 @@ class InspectArgs:
     """Samples of each split."""
     json: Flag = False
     """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateArgs(SimulateConfig):
+    """Simulate a pipeline schedule without running it: draw its timeline, and say what it costs."""
+
+    json: Flag = False
+    """Print the figures as JSON, and no drawing."""
+    svg: Path | None = None
+    """File to draw the timeline into."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchPipelineArgs(BenchPipelineConfig):
+    """Time pipeline schedules, ours and those of torch.distributed.pipelining, on one model in alternation."""
+
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StabilityArgs(StabilityConfig):
+    """Say how large learning rate x curvature may be under delay, or how large it is in a run."""
+
+    probe: str = ""
+    """Run directory: measure the sharpness at its newest checkpoint beside the limits (of the run's own momentum)."""
+    probe_batches: int = 4
+    """Training batches to measure it on."""
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareArgs:
+    """Train a grid of runs (rule x remedy x delay x learning rate x batch x seed) and compare them.
+
+    Writes table.json, table.md and report.html; the cells are ordinary run directories under `cells`. The same command
+    again goes on with what is interrupted and passes over what has a result.
+    """
+
+    grid: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = ""
+    """TOML file of a grid, such as those in configs/compare."""
+    from_config: Annotated[str, tyro.conf.arg(name="from", metavar="CONFIG")] = ""
+    """In place of a grid: a training config. Compares synchronous training, one step of delay, and that with error
+    feedback, and says whether to switch."""
+    run_dir: Path
+    """Folder of the comparison."""
+    num_workers: int | None = None
+    """Runs at a time; none: the cores by the threads of a run, on CUDA one."""
+    num_seeds: int = 3
+    """With --from: seeds to train each with."""
+    tolerance: float = 0.005
+    """With --from: share of the synchronous loss that a switch may cost."""
+    overwrite: Flag = False
+    """Train cells anew whose settings have changed since they were trained."""
+    json: Flag = False
+    """Print table.json."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +235,85 @@ def _tokenizer_text(info: "TokenizerInfo") -> str:
     return f"tokenizer '{info.name}' of {info.vocab_size} tokens, fingerprint {info.fingerprint[:12]}"
 
 
+def simulate(argv: Sequence[str]) -> int:
+    """Simulate a pipeline schedule without running it."""
+    from rich.console import Console
+
+    from slipstream.plan.draw import draw_rich, draw_svg
+
+    args = tyro.cli(SimulateArgs, args=argv, prog="slipstream simulate")
+    timeline = build_timeline(args)
+    figures = run_simulate(args, timeline)
+    if args.svg is not None:
+        title = f"{args.pipeline_schedule}: {args.num_stages} stages, {args.num_microbatches} microbatches a batch"
+        try:
+            args.svg.write_text(draw_svg([(args.pipeline_schedule, timeline)], title=title), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {args.svg}: {error.strerror}. Give --svg a file in a folder.") from error
+    if args.json:
+        print(json.dumps(figures, indent=1))
+        return 0
+    console = Console()
+    console.print(draw_rich(timeline, width=console.width))
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        print(f"{name:<{width}}  {round(value, 4) if isinstance(value, float) else value}")
+    return 0
+
+
+def bench_pipeline(argv: Sequence[str]) -> int:
+    """Time pipeline schedules beside those of torch.distributed.pipelining."""
+    args = tyro.cli(BenchPipelineArgs, args=argv, prog="slipstream bench pipeline")
+    from rich.console import Console
+
+    from slipstream.bench.pipeline import run_bench_pipeline
+    from slipstream.bench.table import bench_table, explanation
+
+    result = run_bench_pipeline(args, note=lambda text: print(text, file=sys.stderr))
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    Console().print(bench_table(result))
+    print("\n".join(explanation(result)))
+    return 0
+
+
+def stability(argv: Sequence[str]) -> int:
+    """Largest stable learning rate x curvature under delay; with --probe, that of a run."""
+    args = tyro.cli(StabilityArgs, args=argv, prog="slipstream stability")
+    if args.probe:
+        from slipstream.train.probe import ProbeConfig, probe_text, run_probe
+
+        found = run_probe(ProbeConfig(run=args.probe, num_batches=args.probe_batches))
+        print(json.dumps(found, indent=1) if args.json else probe_text(found))
+        return 0
+    config = StabilityConfig(
+        momentum=args.momentum, delay=args.delay, error_feedback=args.error_feedback, nesterov=args.nesterov
+    )
+    print(json.dumps(run_stability(config), indent=1) if args.json else stability_text(config))
+    return 0
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Train a grid of runs and compare them; or ask whether a config of yours stands a delay."""
+    args = tyro.cli(CompareArgs, args=argv, prog="slipstream compare")
+    from rich.console import Console
+
+    from slipstream.report.compare import compare_grid, grid_and_judge
+    from slipstream.train.many import train_all
+    from slipstream.train.many_progress import ConsoleObserver
+
+    grid, judge = grid_and_judge(args.grid, args.from_config, num_seeds=args.num_seeds, tolerance=args.tolerance)
+    observer = ConsoleObserver(Console(stderr=args.json))
+    train = partial(train_all, observer=observer, num_workers=args.num_workers, overwrite=args.overwrite)
+    result = compare_grid(grid, args.run_dir, train=train, note=observer.note, judge=judge)
+    if result is None:
+        observer.note("stopped, runs under way are saved; the same command goes on")
+        return 0
+    print(json.dumps(result.to_json(), indent=1) if args.json else result.to_text(args.run_dir))
+    return 1 if result.has_crashed else 0
+
+
 def doctor(argv: Sequence[str]) -> int:
     """Say what this machine offers."""
     from slipstream.doctor import examine
@@ -198,6 +338,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "data prepare": data_prepare,
     "data inspect": data_inspect,
     "config show": config_show,
+    "simulate": simulate,
+    "stability": stability,
+    "bench pipeline": bench_pipeline,
+    "compare": compare,
     "doctor": doctor,
 }
 

@@ -1,7 +1,7 @@
 """The common battery: every rule x every method against staleness x several delays, through the one update path.
 
-A new rule is a row of ``RULES``, a new correction or publish method a row of ``METHODS``; the tests below then hold
-for it or say what does not. They drive ``Updater`` as an executor does, on problems small enough for seconds.
+A new rule is a row of ``RULES``, a new method a row of ``METHODS``; the tests below then hold for it or say what does
+not. They drive ``Updater`` as an executor does, on problems small enough for seconds.
 """
 
 import dataclasses
@@ -12,21 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import OptimConfig
+from slipstream.assembly import publish_method
+from slipstream.config import Config, OptimConfig, StalenessConfig
 from slipstream.models.roles import role
 from slipstream.optim import build_optimizers, export_state, import_state, join_tensors, split_tensors
 from slipstream.optim.lr import lr_factor
-from slipstream.staleness.corrections import Correction, DcAsgd
+from slipstream.staleness.corrections import build_corrections
 from slipstream.staleness.delay import DelayLine
 from slipstream.staleness.gradient import Gradient, global_norm
-from slipstream.staleness.publish import build_publish_method
+from slipstream.staleness.step_size import build_step_size
 from slipstream.staleness.updater import Updater, UpdateReport
 from slipstream.staleness.versions import VersionedWeights
 
 RULES = {
     "adamw": OptimConfig(name="adamw", lr=0.04),
     "muon": OptimConfig(name="muon", lr=0.07, adamw_lr=0.05),
-    "sgd-momentum": OptimConfig(name="torch.optim.SGD", lr=0.025, args={"momentum": 0.9}),
+    "sgd-momentum": OptimConfig(name="torch.optim.SGD", lr=0.02, args={"momentum": 0.9}),
     "nadam": OptimConfig(name="torch.optim.NAdam", lr=0.05),
     "rmsprop": OptimConfig(name="torch.optim.RMSprop", lr=0.02),
     "adagrad": OptimConfig(name="torch.optim.Adagrad", lr=0.2),
@@ -34,34 +35,33 @@ RULES = {
 """Rates at which every method below converges at every delay below."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """What is done about staleness.
-
-    Attributes:
-        error_feedback: Coefficient of the publish method.
-        corrections: Makes the corrections of a run, which may hold state.
-        identity_when_fresh: Whether gradients without staleness make it a no-op, bitwise. True of every correction;
-            error feedback is a look-ahead, which a run without delay has no use for: a control, and no identity.
-    """
-
-    error_feedback: float = 0.0
-    corrections: Callable[[], list[Correction]] = list
-    identity_when_fresh: bool = True
-
-
 METHODS = {
-    "none": Method(),
-    "ef-0.5": Method(error_feedback=0.5, identity_when_fresh=False),
-    "ef-1": Method(error_feedback=1.0, identity_when_fresh=False),
-    "ef-2": Method(error_feedback=2.0, identity_when_fresh=False),
-    "dc-asgd": Method(corrections=lambda: [DcAsgd(0.5)]),
-    "dc-asgd+ef-1": Method(error_feedback=1.0, corrections=lambda: [DcAsgd(0.5)], identity_when_fresh=False),
+    "none": StalenessConfig(),
+    "ef-0.5": StalenessConfig(error_feedback=0.5),
+    "ef-1": StalenessConfig(error_feedback=1.0),
+    "ef-2": StalenessConfig(error_feedback=2.0),
+    "ef-1-windowed": StalenessConfig(error_feedback=1.0, sync_until_step=2, sync_from_step=40),
+    "dc-asgd": StalenessConfig(correction="dc_asgd", correction_strength=0.5),
+    "dc-asgd-adaptive": StalenessConfig(correction="dc_asgd_adaptive", correction_strength=0.1),
+    "dc-asgd+ef-1": StalenessConfig(correction="dc_asgd", correction_strength=0.5, error_feedback=1.0),
+    "gap-aware": StalenessConfig(correction="gap_aware"),
+    "gradient-feedback": StalenessConfig(correction="gradient_feedback", correction_strength=0.5),
+    "spectrain": StalenessConfig(prediction="spectrain"),
+    "xpipe": StalenessConfig(prediction="xpipe"),
+    "lr-inverse-staleness": StalenessConfig(lr_discount="inverse_staleness"),
+    "lr-pipemare": StalenessConfig(lr_discount="pipemare", lr_discount_steps=20),
 }
-DELAYS = (0, 1, 3)
+ONLY_WITH = {"spectrain": ("sgd-momentum",), "xpipe": ("adamw", "nadam")}
+"""Methods that read what some rules alone keep; every other method goes with every rule."""
 
-every_rule = pytest.mark.parametrize("rule", RULES)
-every_method = pytest.mark.parametrize("method", METHODS)
+DAMPING = ("gap-aware", "lr-inverse-staleness", "lr-pipemare")
+"""Methods that shorten the steps of stale gradients, and so get less far in as many steps."""
+
+DELAYS = (0, 1, 3)
+PAIRS = [(rule, method) for method in METHODS for rule in RULES if rule in ONLY_WITH.get(method, RULES)]
+
+every_pair = pytest.mark.parametrize(("rule", "method"), PAIRS)
+every_method_in_use = pytest.mark.parametrize(("rule", "method"), [pair for pair in PAIRS if pair[1] != "none"])
 every_delay = pytest.mark.parametrize("delay", DELAYS)
 
 Weights = Mapping[str, Tensor]
@@ -109,20 +109,27 @@ class Run:
         dtype: torch.dtype = torch.float32,
         published_dtype: torch.dtype | None = None,
     ) -> None:
-        self.line = DelayLine(delay)
+        staleness = dataclasses.replace(METHODS[method], delay=delay)
+        self.line = DelayLine(
+            delay,
+            sync_until=staleness.sync_until_step,
+            sync_from=staleness.sync_from_step - 1 if staleness.sync_from_step else None,
+        )
         self.inputs = seeded(0, TOTAL_STEPS + 1, 32, 6, dtype=published_dtype or dtype)
         with torch.no_grad():
             self.targets = model(teacher(self.inputs.dtype), self.inputs)
         masters = {name: nn.Parameter(tensor) for name, tensor in initial_weights(dtype).items()}
         optim = dataclasses.replace(RULES[rule], weight_decay=weight_decay)
+        optimizers = build_optimizers(masters, optim, role=role)
         self.updater = Updater(
             masters,
-            build_optimizers(masters, optim, role=role),
+            optimizers,
             weights=VersionedWeights(masters, num_buffers=self.line.num_versions, dtype=published_dtype or dtype),
-            publish=build_publish_method(METHODS[method].error_feedback),
+            publish=publish_method(Config(staleness=staleness), optimizers),
             lr_factor=lambda update: lr_factor(update, warmup_steps=5, total_steps=TOTAL_STEPS, final_fraction=0.0),
             max_grad_norm=max_grad_norm,
-            corrections=METHODS[method].corrections(),
+            corrections=build_corrections(staleness),
+            step_size=build_step_size(staleness),
         )
 
     @property
@@ -158,12 +165,15 @@ class Run:
             return self.losses(self.weights.read(self.weights.latest), TOTAL_STEPS)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that decides how the run goes on, flat."""
+        """Return every tensor that decides how the run goes on, copied."""
         tensors = {f"y/{name}": master for name, master in self.updater.masters.items()}
         for version in self.weights.live:
             tensors |= {f"x@{version}/{name}": tensor for name, tensor in self.weights.read(version).items()}
         for optimizer in self.updater.optimizers.values():
             tensors |= {f"optim/{path}": tensor for path, tensor in split_tensors(export_state(optimizer))[0].items()}
+        for position, correction in enumerate(self.updater.corrections):
+            for slot, held in correction.slots.items():
+                tensors |= {f"correction/{position}/{slot}/{name}": tensor for name, tensor in held.items()}
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def save(self) -> tuple[dict[str, Tensor], str]:
@@ -180,8 +190,15 @@ class Run:
         self.weights.restore({v: {name: tensors[f"x@{v}/{name}"] for name in SHAPES} for v in scalars["live"]})
         for optimizer, tree in zip(self.updater.optimizers.values(), scalars["optim"], strict=True):
             import_state(optimizer, join_tensors(tree, lambda path: tensors[f"optim/{path}"]))
+        for position, correction in enumerate(self.updater.corrections):
+            for slot, held in correction.slots.items():
+                held |= under(tensors, f"correction/{position}/{slot}/")
         self.updater.load_state_dict(scalars["updater"])
         return self
+
+
+def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
@@ -192,65 +209,64 @@ def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def dtypes(tensors: Mapping[str, Tensor], prefix: str) -> set[torch.dtype]:
-    """Types of the weight-shaped tensors under a prefix; counters and scalars keep types of their own."""
-    return {tensor.dtype for name, tensor in tensors.items() if name.startswith(prefix) and tensor.ndim > 0}
+    """Return the types of weight-shaped tensors; counters and scalars may have types of their own."""
+    return {tensor.dtype for tensor in under(tensors, prefix).values() if tensor.ndim > 0}
+
+
+def finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 @every_delay
-@every_method
-@every_rule
+@every_pair
 def test_converges(rule, method, delay):
     run = Run(rule, method, delay)
     before = run.evaluate()
-    assert bool((run.steps(TOTAL_STEPS).evaluate() < before / 3).all())
+    left = run.steps(TOTAL_STEPS).evaluate() / before
+    assert float(left.max()) < (0.9 if method in DAMPING and delay > 0 else 1 / 3)
 
 
-@every_rule
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
+@every_method_in_use
 def test_does_something_when_stale(rule, method):
     """Otherwise a method that is not called would pass everything here."""
-    plain, run = (Run(rule, each, 1).steps(6) for each in ("none", method))
+    plain, run = (Run(rule, each, 3).steps(8) for each in ("none", method))
     assert not torch.equal(run.updater.masters[UP], plain.updater.masters[UP])
 
 
-@every_rule
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "none"])
-def test_identity_when_fresh(rule, method):
+@every_method_in_use
+def test_is_the_identity_without_staleness(rule, method):
+    """True of everything but error feedback, which then looks ahead for nothing: a control, and no identity."""
     plain, run = (Run(rule, each, 0, weight_decay=0.1).steps(8) for each in ("none", method))
-    assert same(plain.state(), run.state()) == METHODS[method].identity_when_fresh
+    expected = plain.state()
+    found = {name: tensor for name, tensor in run.state().items() if not name.startswith("correction/")}
+    assert same(found, expected) == (METHODS[method].error_feedback == 0)
 
 
 @every_delay
-@every_method
-@every_rule
+@every_pair
 def test_state_round_trips(rule, method, delay):
-    """N steps, saved, restored into a fresh run, N more: the same bits as 2N; also before all buffers are filled."""
-    for first, second in ((6, 6), (1, 4)):
-        whole = Run(rule, method, delay, weight_decay=0.1).steps(first + second)
-        saved = Run(rule, method, delay, weight_decay=0.1).steps(first).save()
-        resumed = Run(rule, method, delay, weight_decay=0.1).restore(saved).steps(second)
-        assert same(whole.state(), resumed.state())
+    """Saved after 2 steps, when a delay of 3 has not filled its buffers, and restored into a fresh run: same bits."""
+    whole, first, second = (Run(rule, method, delay, weight_decay=0.1) for _ in range(3))
+    resumed = second.restore(first.steps(2).save()).steps(5)
+    assert same(whole.steps(7).state(), resumed.state())
 
 
-@every_delay
-@every_method
-@every_rule
+@every_pair
 @pytest.mark.parametrize(
     ("dtype", "published_dtype"),
     [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)],
 )
-def test_keeps_dtype(rule, method, delay, dtype, published_dtype):
-    run = Run(rule, method, delay, dtype=dtype, published_dtype=published_dtype).steps(4)
-    state = run.state()
+def test_keeps_dtype(rule, method, dtype, published_dtype):
+    state = Run(rule, method, 1, dtype=dtype, published_dtype=published_dtype).steps(4).state()
     assert dtypes(state, "y/") == {dtype}
     assert dtypes(state, "x@") == {published_dtype}
     assert dtypes(state, "optim/") == {dtype}
-    assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+    assert dtypes(state, "correction/") <= {dtype}
+    assert finite(state)
 
 
 @every_delay
-@every_method
-@every_rule
+@every_pair
 def test_survives_missing_gradients(rule, method, delay):
     """IDLE never has a gradient, DOWN has none in every second batch, and one batch has none at all."""
     run = Run(rule, method, delay, weight_decay=0.1)
@@ -263,15 +279,14 @@ def test_survives_missing_gradients(rule, method, delay):
     for _ in range(8):
         run.step(drop_some)
     state = run.state()
-    assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+    assert finite(state)
     assert torch.equal(state[f"y/{IDLE}"], initial[f"y/{IDLE}"])
     assert all(torch.equal(state[f"x@{v}/{IDLE}"], initial[f"y/{IDLE}"]) for v in run.weights.live)
     assert not any(torch.equal(state[f"y/{name}"], initial[f"y/{name}"]) for name in TRAINED)
 
 
 @every_delay
-@every_method
-@every_rule
+@every_pair
 def test_survives_zero_gradients(rule, method, delay):
     """Zeros from the start move nothing (0/0 is what a rule could make of them); training then begins as usual."""
     run = Run(rule, method, delay)
@@ -283,4 +298,4 @@ def test_survives_zero_gradients(rule, method, delay):
         assert torch.equal(state[f"y/{name}"], initial[f"y/{name}"])
         assert all(torch.equal(state[f"x@{version}/{name}"], initial[f"y/{name}"]) for version in run.weights.live)
     before = run.evaluate()
-    assert bool((run.steps(15).evaluate() < before).all())
+    assert bool((run.steps(10).evaluate() < before).all())

@@ -306,7 +306,7 @@ class PipelineExecutor:
             purpose,
             shape=(config.train.microbatch_size, config.data.sequence_length, config.model.dim),
             dtype=getattr(torch, config.train.compute_dtype),
-            window=self._spec.num_ahead(self._rank) + 2,
+            window=channel_window(self._spec, self._rank),
         )
 
     def _idle_s(self) -> float:
@@ -325,6 +325,15 @@ def pipeline_spec(config: Config) -> ScheduleSpec:
         num_microbatches=config.pipeline.num_microbatches,
         num_extra_in_flight=config.pipeline.num_extra_in_flight,
     )
+
+
+def channel_window(spec: ScheduleSpec, rank: int) -> int:
+    """Return how many sent messages a rank keeps in each channel.
+
+    Of the neighbours the rank before has most in flight. Where all ranks pause at a step, that many gradients may wait
+    for it to go on, and who sent them must not wait with them.
+    """
+    return spec.num_ahead(max(rank - 1, 0)) + 2
 
 
 def build_programs(

@@ -1,14 +1,28 @@
 """Forward and backward of one pipeline stage, and the microbatches in between."""
 
+from typing import NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.assembly import StageParts
 from slipstream.data.loader import Batch
-from slipstream.errors import StageError
+from slipstream.errors import StageError, StalenessError
 from slipstream.executor import BatchSource
 from slipstream.models.llama import cross_entropy_sum
 from slipstream.staleness.gradient import GradientAccumulator
+
+
+class _InFlight(NamedTuple):
+    """A microbatch between its forward and its backward."""
+
+    x: Tensor | None
+    """Leaf that the stage before gave; none on the first stage."""
+    output: Tensor
+    version: int
+    """Of the weights it read."""
+    num_writes: int
+    """Writes to those weights so far; more at its backward would mean that they are others now."""
 
 
 class StageProgram:
@@ -29,7 +43,7 @@ class StageProgram:
         self._batches = batches
         self._num_microbatches = num_microbatches
         self._device = device
-        self._in_flight: dict[int, tuple[Tensor | None, Tensor, int]] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._accumulator = GradientAccumulator()
         self._batch: Batch | None = None
         self._losses: dict[int, Tensor] = {}
@@ -66,7 +80,8 @@ class StageProgram:
             output = cross_entropy_sum(output, targets) / self._current(batch).num_tokens
             self._losses[batch] = self._losses.get(batch, 0) + output.detach().double()
         self._num_tokens[batch] = self._current(batch).num_tokens
-        self._in_flight[microbatch] = (None if received is None else x, output, version)
+        leaf = None if received is None else x
+        self._in_flight[microbatch] = _InFlight(leaf, output, version, self._num_writes(version))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
         return None if spec.head else output.detach()
 
@@ -79,11 +94,21 @@ class StageProgram:
 
         Returns:
             Gradient with respect to what forward received; ``None`` on the first stage.
+
+        Raises:
+            StalenessError: The weights that forward read have been written to since. Autograd notices this only where
+                it kept a weight itself: activations that are recomputed would silently be those of other weights.
         """
-        x, output, version = self._in_flight.pop(microbatch)
+        x, output, version, num_writes = self._in_flight.pop(microbatch)
+        if self._num_writes(version) != num_writes:
+            live = self.parts.updater.weights.live
+            raise StalenessError(
+                f"version {version} of the weights was overwritten while microbatch {microbatch} was between its "
+                f"forward and its backward; held are {live.start} to {live.stop - 1}. Its gradients would be those of "
+                "other weights. Nothing but the optimizer step may write to published weights."
+            )
         torch.autograd.backward(output, received)
-        parts = self.parts
-        self._accumulator.add(parts.leaves[version % len(parts.leaves)])
+        self._accumulator.add(self._leaves(version))
         return None if x is None else x.grad
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -97,6 +122,13 @@ class StageProgram:
     def take_num_tokens(self, batch: int) -> int:
         """Return a batch's valid target tokens, after its last backward."""
         return self._num_tokens.pop(batch)
+
+    def _leaves(self, version: int) -> dict[str, nn.Parameter]:
+        return self.parts.leaves[version % len(self.parts.leaves)]
+
+    def _num_writes(self, version: int) -> int:
+        """Count in-place writes, which a leaf and its buffer share; about 0.1 us a parameter."""
+        return sum(leaf._version for leaf in self._leaves(version).values())
 
     def _tokens(self, batch: int, index: int) -> Tensor:
         return torch.from_numpy(self._part(batch, index).inputs).to(self._device)

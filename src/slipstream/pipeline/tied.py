@@ -1,4 +1,4 @@
-"""Tied embedding and head on two ranks: both see both gradients, add them alike, and make the same update.
+"""Tied embedding and head on two stages: both see both gradients, add them alike, and make the same update.
 
 ::
 
@@ -8,6 +8,7 @@
 The first rank's last backward comes after the last rank's, so its wait at N finds the message there.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -18,8 +19,28 @@ from slipstream.pipeline.transport import Channel, Transport
 from slipstream.staleness.gradient import Gradient
 
 
+class _Shelf:
+    """A channel between two stages of one rank."""
+
+    idle_s = 0.0
+
+    def __init__(self) -> None:
+        self._waiting: deque[Tensor] = deque()
+
+    def expect(self, source: int, count: int) -> None:
+        """Do nothing."""
+
+    def send(self, tensor: Tensor, destination: int) -> None:
+        """Keep a tensor."""
+        self._waiting.append(tensor)
+
+    def receive(self, source: int, *, what: str) -> Tensor:
+        """Return the oldest tensor."""
+        return self._waiting.popleft()
+
+
 class TiedExchange:
-    """Exchanges the gradients of a tied pair whose leaves live on two ranks; does nothing otherwise.
+    """Exchanges the gradients of a tied pair whose leaves live on two stages; does nothing otherwise.
 
     Args:
         transport: Connects the ranks.
@@ -29,16 +50,18 @@ class TiedExchange:
     def __init__(self, transport: Transport, held: Sequence[StageParts]) -> None:
         self._last = transport.num_ranks - 1
         self._pair = held[0].tied_pair
-        self._channels: dict[str, Channel] = {}
-        leaves = {leaf for parts in held for leaf in parts.parameter_of}
-        if self._pair is not None and len(leaves & set(self._pair)) == 1:
-            embedding = self._pair[0]
-            shape = next(parts.updater.masters[embedding].shape for parts in held if embedding in parts.updater.masters)
+        self._channels: dict[str, Channel | _Shelf] = {}
+        pair = set(self._pair or ())
+        holders = [parts for parts in held if pair & parts.parameter_of.keys()]
+        self._holds_head = self._pair is not None and any(self._pair[1] in parts.parameter_of for parts in holders)
+        purposes = ("tied_to_first", "tied_to_last")
+        if len(holders) == 2:
+            self._channels = {purpose: _Shelf() for purpose in purposes}
+        elif self._pair is not None and holders and not pair <= holders[0].parameter_of.keys():
+            shape = holders[0].updater.masters[self._pair[0]].shape
             self._channels = {
-                purpose: transport.channel(purpose, shape=shape, dtype=torch.float32)
-                for purpose in ("tied_to_first", "tied_to_last")
+                purpose: transport.channel(purpose, shape=shape, dtype=torch.float32) for purpose in purposes
             }
-        self._holds_head = self._pair is not None and self._pair[1] in leaves
 
     def begin(self, num_batches: int) -> None:
         """Expect the messages of the batches to come."""

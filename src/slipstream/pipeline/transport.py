@@ -1,13 +1,16 @@
 """Messages between the ranks of a pipeline; the only caller of ``torch.distributed`` operations.
 
-One process group per purpose. A communicator is one queue: if activations and gradients shared one, a receive that
-was posted early for one direction could hold up a send of the other, and the pipeline would stand still.
+One queue per purpose: if activations and gradients shared one, a receive that was posted early for one direction could
+hold up a send of the other, and the pipeline would stand still. An NCCL communicator is one queue, so each purpose has
+a process group. Gloo has a queue for each tag, and each of its groups costs a thread that wakes a hundred times a
+second and a socket between any two ranks, so there purposes share a group and have a tag each.
 """
 
+import contextlib
 import datetime
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +35,8 @@ class Channel:
 
     Args:
         name: Purpose, for messages.
-        group: This channel's own process group.
+        group: Process group.
+        tag: With the group, this channel's own queue.
         shape: Of every message.
         dtype: Of every message.
         device: Where messages live.
@@ -46,6 +50,7 @@ class Channel:
         name: str,
         group: dist.ProcessGroup,
         *,
+        tag: int,
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
@@ -54,6 +59,7 @@ class Channel:
     ) -> None:
         self._name = name
         self._group = group
+        self._tag = tag
         self._shape = tuple(shape)
         self._dtype = dtype
         self._device = device
@@ -88,7 +94,9 @@ class Channel:
             )
         while len(self._sending) >= self._window:
             self._wait_for_oldest_send()
-        self._sending.append((_begun(dist.isend(tensor, destination, group=self._group)), tensor, destination))
+        with _beginning(f"to send to rank {destination} ('{self._name}')"):
+            work = _begun(dist.isend(tensor, destination, group=self._group, tag=self._tag))
+        self._sending.append((work, tensor, destination))
 
     def receive(self, source: int, *, what: str) -> Tensor:
         """Wait for the next message of a rank.
@@ -125,7 +133,9 @@ class Channel:
         posted = self._receiving[source]
         while len(posted) < NUM_AHEAD and self._expected[source] > 0:
             buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            posted.append((_begun(dist.irecv(buffer, source, group=self._group)), buffer))
+            with _beginning(f"to receive from rank {source} ('{self._name}')"):
+                work = _begun(dist.irecv(buffer, source, group=self._group, tag=self._tag))
+            posted.append((work, buffer))
             self._expected[source] -= 1
 
 
@@ -133,7 +143,7 @@ class Transport:
     """All process groups of one pipeline, made and warmed up in the same order on every rank.
 
     Messages from the last rank's stage to the first rank's next one (schedules with several stages a rank) wrap
-    around; they have groups of their own, since with two ranks they run against the others.
+    around; they have queues of their own, since with two ranks they run against the others.
 
     Args:
         rank: This rank.
@@ -167,31 +177,34 @@ class Transport:
         }
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._groups = {name: dist.new_group(backend=backend, timeout=timeout) for name in self._edges}
-        for name in self._edges:
-            self._warm_up(name)
+        with connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
+            if backend == "nccl":
+                self._groups = {name: dist.new_group(backend=backend, timeout=timeout) for name in self._edges}
+                self._tags = dict.fromkeys(self._edges, 0)
+            else:
+                shared, norm = (dist.new_group(backend=backend, timeout=timeout) for _ in range(2))
+                # Collectives match up in their order within a group: the norm's must not meet the result's.
+                self._groups = dict.fromkeys(self._edges, shared) | {"norm": norm}
+                self._tags = {name: tag for tag, name in enumerate(self._edges)}
+            for name in self._edges:
+                self._warm_up(name)
 
     def _warm_up(self, purpose: str) -> None:
         """Connect now, in a fixed order; ranks that connected at first use could do so in different orders."""
-        group, token = self._groups[purpose], torch.zeros(1, device=self.device)
-        try:
-            dist.all_reduce(token, group=group)
-            for source, destination in self._edges[purpose]:
-                if self.rank == source:
-                    dist.send(token, destination, group=group)
-                elif self.rank == destination:
-                    dist.recv(token, source, group=group)
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} could not reach all {self.num_ranks} ranks within {self.timeout_s:.0f} s "
-                f"(connecting for '{purpose}'): {_first_line(error)}"
-            ) from error
+        group, tag, token = self._groups[purpose], self._tags[purpose], torch.zeros(1, device=self.device)
+        dist.all_reduce(token, group=group)
+        for source, destination in self._edges[purpose]:
+            if self.rank == source:
+                dist.send(token, destination, group=group, tag=tag)
+            elif self.rank == destination:
+                dist.recv(token, source, group=group, tag=tag)
 
     def channel(self, purpose: str, *, shape: Sequence[int], dtype: torch.dtype, window: int = 4) -> Channel:
         """Return a channel of a purpose for messages of one shape; see :class:`Channel` for the window."""
         return Channel(
             purpose,
             self._groups[purpose],
+            tag=self._tags[purpose],
             shape=shape,
             dtype=dtype,
             device=self.device,
@@ -201,12 +214,15 @@ class Transport:
 
     def add_up(self, vector: Tensor) -> dist.Work:
         """Begin to sum a vector over all ranks, in place; returns at once. Calls match up in their order."""
-        return _begun(dist.all_reduce(vector, group=self._groups["norm"], async_op=True))
+        with _beginning("to add up gradient norms over all ranks"):
+            return _begun(dist.all_reduce(vector, group=self._groups["norm"], async_op=True))
 
     def share_result(self, value: Tensor, source: int) -> None:
         """Give every rank the tensor of one, in place. Not in the norms' queue: ranks meet here at other moments."""
-        work = _begun(dist.broadcast(value, source, group=self._groups["result"], async_op=True))
-        wait(work, what=f"a result of rank {source}", timeout_s=self.timeout_s)
+        what = f"a result of rank {source}"
+        with _beginning(f"for {what}"):
+            work = _begun(dist.broadcast(value, source, group=self._groups["result"], async_op=True))
+        wait(work, what=what, timeout_s=self.timeout_s)
 
 
 def wait(work: Any, *, what: str, timeout_s: float) -> None:
@@ -223,6 +239,32 @@ def wait(work: Any, *, what: str, timeout_s: float) -> None:
         late = waited >= timeout_s * 0.99
         reason = f"nothing came for {waited:.0f} s (pipeline.timeout_s)" if late else _first_line(error)
         raise PeerError(f"waited for {what}: {reason}") from error
+
+
+@contextlib.contextmanager
+def connecting(*, rank: int, num_ranks: int, timeout_s: float) -> Iterator[None]:
+    """Turn the errors of ranks that look for one another into a sentence that says who misses whom.
+
+    Raises:
+        PeerError: Not all ranks could be reached.
+    """
+    begin = time.perf_counter()
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {rank} could not reach all of the {num_ranks} ranks in {time.perf_counter() - begin:.0f} s "
+            f"(pipeline.timeout_s is {timeout_s:g}): {_first_line(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _beginning(what: str) -> Iterator[None]:
+    """A peer that is gone may show where an operation begins already, not only where it is waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"tried {what}: {_first_line(error)}") from error
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -89,7 +90,7 @@ def run_processes(
             themselves then. Otherwise a signal ends them as it ends this process.
 
     Returns:
-        What the function returned, by rank.
+        What the function returned, by rank; ``None`` for each where a signal came before the ranks had met.
 
     Raises:
         StageError: A rank failed or died; names rank, stage and last action. Every process has ended.
@@ -100,18 +101,20 @@ def run_processes(
         board = Board(folder / "board", num_ranks=num_ranks, create=True)
         # torch takes seconds to import: one process does it, the ranks are forked from that one.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, function.__module__])
-        processes, pipes = [], []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            target = (rank, num_ranks, folder, theirs, function, arguments)
-            process = context.Process(target=_rank_main, args=target, name=f"rank-{rank}")
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        # torch._dynamo is what the first optimizer imports, for another second and a half.
+        context.set_forkserver_preload([__name__, function.__module__, "torch._dynamo"])
+        processes: list[ForkServerProcess] = []
+        pipes: list[Connection] = []
         try:
             with _signals(finish_on_signal) as stop:
+                for rank in range(num_ranks):
+                    ours, theirs = context.Pipe(duplex=False)
+                    target = (rank, num_ranks, folder, theirs, finish_on_signal, function, arguments)
+                    process = context.Process(target=_rank_main, args=target, name=f"rank-{rank}")
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes.append(ours)
                 return _Watch(processes, pipes, board, timeout_s=timeout_s, remedy=remedy).until_done(stop)
         finally:
             for process in processes:
@@ -139,10 +142,21 @@ def _leave_with_launcher() -> None:
 
 
 def _rank_main(
-    rank: int, num_ranks: int, folder: Path, pipe: Connection, function: RankFunction, arguments: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    pipe: Connection,
+    finish_on_signal: bool,
+    function: RankFunction,
+    arguments: tuple[Any, ...],
 ) -> None:
     """Be a rank; leave without cleaning up, since after a failure a collective clean-up would only hang."""
     code = 1
+    if finish_on_signal:
+        # Until the function takes them itself. Ctrl-C reaches all processes of a terminal at once, and a rank that
+        # dies of it while it connects would turn a stop into a failure.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
     try:
         board = Board(folder / "board", num_ranks=num_ranks)
@@ -189,17 +203,17 @@ class _Watch:
         """Wait until every rank is done, or for the first failure."""
         deadline = None
         rows, moved_at = [0] * len(self._processes), time.monotonic()
-        passed_on = False
+        told: set[int] = set()
         while waited_for := self._silent_ranks():
             for ready in wait(list(waited_for), timeout=0.5):
                 assert isinstance(ready, Connection)
                 self._hear(waited_for[ready], ready)
-            if stop.requested and not passed_on:
-                passed_on = True
-                for process in self._processes:
-                    if process.is_alive() and process.pid is not None:
-                        os.kill(process.pid, signal.SIGTERM)
+            if stop.requested:
+                self._pass_on_stop(told)
             now = time.monotonic()
+            if self._failures and stop.requested and not told:
+                # Ctrl-C ended a rank that was not yet ours, so the ranks never met: there is nothing to save.
+                return [None] * len(self._processes)
             if self._failures and deadline is None:
                 deadline = now + GRACE_S
             if deadline is not None and now > deadline:
@@ -212,6 +226,14 @@ class _Watch:
         if self._failures:
             raise self._primary()
         return [self._results[rank] for rank in range(len(self._processes))]
+
+    def _pass_on_stop(self, told: set[int]) -> None:
+        """Send SIGTERM to each rank once, when it has noted something of its own: from then on it listens."""
+        for rank, process in enumerate(self._processes):
+            is_listening = self._board.read(rank)[0] > 1
+            if rank not in told and is_listening and process.is_alive() and process.pid is not None:
+                told.add(rank)
+                os.kill(process.pid, signal.SIGTERM)
 
     def _silent_ranks(self) -> dict[Connection, int]:
         spoken = self._results.keys() | self._failures.keys()
@@ -247,8 +269,16 @@ class _Watch:
         row, action = self._board.read(rank)
         verb = failure.message if failure.kind in ("signal", "exit") else f"failed: {failure.message}"
         return StageError(
-            f"{failure.trace}rank {rank} (stage {rank}) {verb}; its last action was '{action}' (row {row} of its "
-            f"stream). All ranks have been stopped. {self._remedy}"
+            f"{failure.trace}rank {rank} (stage {_stage(action, rank)}) {verb}; its last action was '{action}' (row "
+            f"{row} of its stream). {self._silent() if failure.is_echo else ''}All ranks have been stopped. "
+            f"{self._remedy}"
+        )
+
+    def _silent(self) -> str:
+        """Name the ranks that neither failed nor waited: where all others only miss somebody, it is one of these."""
+        at = {rank: self._board.read(rank) for rank in self._silent_ranks().values()}
+        return "".join(
+            f"Rank {rank} did not answer; it was at '{text}' (row {row}). " for rank, (row, text) in at.items()
         )
 
     def _standstill(self, seconds: float) -> str:
@@ -260,3 +290,9 @@ class _Watch:
             f"nothing has moved for {seconds:.0f} s; all ranks have been stopped. Each was at:{''.join(lines)}\n"
             f"Raise pipeline.timeout_s if one action may take this long. {self._remedy}"
         )
+
+
+def _stage(action: str, rank: int) -> str:
+    """Return the stage that an action's text begins with; a rank that has one stage only has its own number."""
+    number = re.match(r"\d+", action)
+    return number[0] if number else str(rank)

@@ -17,12 +17,15 @@ from slipstream.data.loader import Loader
 from slipstream.errors import ConfigError
 from slipstream.executor import Executor
 from slipstream.pipeline.runtime import PipelineExecutor
-from slipstream.pipeline.transport import Transport
+from slipstream.pipeline.transport import Transport, connecting
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
 from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
 from slipstream.train.rundir import RunDir
 from slipstream.train.single import SingleExecutor
 from slipstream.train.trainer import TimedSource, Trainer
+
+UNLIMITED = datetime.timedelta(days=365)
+"""For waits on the store: writing a checkpoint takes as long as the disk takes."""
 
 Noter = Callable[[int, str], None]
 
@@ -79,13 +82,14 @@ def run_pipeline_rank(
     device = choose_device(config, local_rank=local_rank)
     num_ranks = config.pipeline.num_stages
     timeout_s = config.pipeline.timeout_s
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    with connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
     transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=timeout_s)
     dataset = open_data(config.data.path, verify=False)
     source = TimedSource(training_loader(config, dataset).batch)
@@ -115,7 +119,19 @@ def run_pipeline_rank(
     summary = trainer.run()
     if executor.step == config.train.num_steps:
         executor.close()
+    note(rank, "waiting for the other ranks to end")
+    leave_together(store, rank=rank, num_ranks=num_ranks)
     return summary
+
+
+def leave_together(store: Store, *, rank: int, num_ranks: int) -> None:
+    """Wait until all ranks are here: what one has sent reaches another only while it lives.
+
+    Through the store, without a time limit of its own: rank 0 may be busy saving, and who started the ranks sees one
+    that died.
+    """
+    store.set(f"ended/{rank}", "")
+    store.wait([f"ended/{each}" for each in range(num_ranks)], UNLIMITED)
 
 
 def gather_through(store: Store, *, rank: int, num_ranks: int) -> GatherRecords:
@@ -132,7 +148,7 @@ def gather_through(store: Store, *, rank: int, num_ranks: int) -> GatherRecords:
         if rank != 0:
             return None
         keys = [f"checkpoint/{step}/{each}" for each in range(num_ranks)]
-        store.wait(keys)
+        store.wait(keys, UNLIMITED)
         return [json.loads(store.get(key)) for key in keys]
 
     return gather
