@@ -34,7 +34,6 @@ RULES = {
 }
 """Rates at which every method below converges at every delay below."""
 
-
 METHODS = {
     "none": StalenessConfig(),
     "ef-0.5": StalenessConfig(error_feedback=0.5),
@@ -105,7 +104,6 @@ class Run:
         delay: int,
         *,
         weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
         dtype: torch.dtype = torch.float32,
         published_dtype: torch.dtype | None = None,
     ) -> None:
@@ -127,7 +125,7 @@ class Run:
             weights=VersionedWeights(masters, num_buffers=self.line.num_versions, dtype=published_dtype or dtype),
             publish=publish_method(Config(staleness=staleness), optimizers),
             lr_factor=lambda update: lr_factor(update, warmup_steps=5, total_steps=TOTAL_STEPS, final_fraction=0.0),
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=1.0,
             corrections=build_corrections(staleness),
             step_size=build_step_size(staleness),
         )

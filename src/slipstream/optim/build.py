@@ -1,10 +1,9 @@
 """From settings to optimizers: which rule takes which parameter, with which step size and decay."""
 
 import dataclasses
-import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,19 +13,13 @@ from torch.optim import Optimizer
 from slipstream.config import OptimConfig
 from slipstream.errors import ConfigError, nearest
 from slipstream.optim.lr import check_schedule
-from slipstream.optim.muon import Muon
+from slipstream.optim.rules import RULES, Rule, find_rule, rule_of
 
-RULES: dict[str, type[Optimizer]] = {"adamw": torch.optim.AdamW, "muon": Muon}
-"""Short names. Every other rule goes by its dotted name."""
-
-RULE_ARGS: dict[str, dict[str, Any]] = {"adamw": {"betas": (0.9, 0.95)}}
-"""Arguments that a short name stands for, where they are not the rule's own defaults. Language models are commonly
-pre-trained with a shorter second moment than AdamW's 0.999; `optim.args` overrides it."""
-
-MUON_ROLES = frozenset(
+MATRIX_ROLES = frozenset(
     {"q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down", "expert", "expert_gate", "expert_up", "expert_down"}
 )
-"""Roles whose matrices Muon takes. Embedding, head, router, norms and biases are AdamW's, whatever their shape."""
+"""Roles whose matrices Muon and its like take. Embedding, head, router, norms and biases are AdamW's beside them,
+whatever their shape."""
 
 
 def build_optimizers(
@@ -34,8 +27,9 @@ def build_optimizers(
 ) -> dict[str, Optimizer]:
     """Build the optimizers of the parameters that one process holds.
 
-    With ``muon``, the matrices of the blocks go to :class:`Muon` and all else to AdamW; any other rule takes them all.
-    Routing is by role, so a parameter has the same rule on every split of the model. Vectors get no weight decay.
+    Of ``muon`` and the other rules for matrices, the matrices of the blocks go to the rule and all else to AdamW; any
+    other rule takes them all. Routing is by role, so a parameter has the same rule on every split of the model.
+    Vectors get no weight decay.
     Every parameter group has ``param_names`` (torch's own key, in the order of its ``params``) and ``initial_lr``,
     its peak rate: a schedule sets ``group["lr"] = group["initial_lr"] * factor``.
     On a CPU no rule runs its multi-tensor (``foreach``) path unless told to: an update then depends on its own
@@ -43,12 +37,12 @@ def build_optimizers(
 
     Args:
         params: Parameters by name.
-        cfg: Name, rates, decay and arguments. ``weight_decay`` is handed to the rule as it stands: AdamW and Muon
-            decouple it, while ``torch.optim.SGD``, say, adds it to the gradient.
+        cfg: Name, rates, decay and arguments. ``weight_decay`` is handed to the rule as it stands: all short names
+            decouple it but ``sgd``, which adds it to the gradient.
         role: Gives the role of a parameter by name.
 
     Returns:
-        ``"muon"`` and ``"adamw"``, or the rule's name as given, in this order; without the ones that would be empty.
+        The rule by its name as given, and ``"adamw"`` after a rule for matrices; without the ones that would be empty.
 
     Raises:
         ConfigError: The rule cannot be found or used, or refuses an argument.
@@ -60,13 +54,12 @@ def build_optimizers(
         >>> {name: optimizer.param_groups[0]["param_names"] for name, optimizer in built.items()}
         {'muon': ['q.weight'], 'adamw': ['norm.weight']}
     """
-    if cfg.name != "muon":
-        routed = {cfg.name: dict(params)}
-    else:
-        routed = {"muon": {}, "adamw": {}}
-        for name, param in params.items():
-            is_block_matrix = role(name) in MUON_ROLES and param.ndim >= 2
-            routed["muon" if is_block_matrix else "adamw"][name] = param
+    routed: dict[str, dict[str, nn.Parameter]] = {cfg.name: {}}
+    if rule_of(cfg.name).for_matrices:
+        routed["adamw"] = {}
+    for name, param in params.items():
+        is_block_matrix = param.ndim >= 2 and role(name) in MATRIX_ROLES
+        routed["adamw" if "adamw" in routed and not is_block_matrix else cfg.name][name] = param
     built = {}
     for rule, part in routed.items():
         cls, settings = find_rule(rule), _settings(cfg, rule)
@@ -74,43 +67,6 @@ def build_optimizers(
         if part:
             built[rule] = _build_rule(cls, part, settings)
     return built
-
-
-def find_rule(name: str) -> type[Optimizer]:
-    """Return the optimizer class of a short or dotted name.
-
-    Args:
-        name: ``adamw``, ``muon``, or ``package.module.Class``.
-
-    Raises:
-        ConfigError: Nothing can be imported by that name, or it is no optimizer, or one that needs a closure or
-            sparse gradients.
-
-    Example:
-        >>> find_rule("torch.optim.SGD").__name__
-        'SGD'
-    """
-    if name in RULES:
-        return RULES[name]
-    module_name, _, class_name = name.rpartition(".")
-    allowed = f"Allowed: {', '.join(RULES)}, or the dotted name of a torch.optim.Optimizer, such as torch.optim.NAdam."
-    if not module_name:
-        raise ConfigError(f"optim.name: there is no optimizer {name!r}.{_nearest_rule(name)} {allowed}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's may fail in any way
-        raise ConfigError(
-            f"optim.name: cannot import {module_name!r} for {name!r} ({type(error).__name__}: {error})."
-            f"{_nearest_rule(class_name)} {allowed} Install its package, or put its folder on PYTHONPATH."
-        ) from error
-    cls = getattr(module, class_name, None)
-    if cls is None:
-        near = nearest(name, (f"{module_name}.{each}" for each in _rules_in(module)))
-        raise ConfigError(f"optim.name: {module_name!r} has no {class_name!r}.{near} {allowed}")
-    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
-        raise ConfigError(f"optim.name: {name!r} is no optimizer class. {allowed}")
-    _check_usable(name, cls)
-    return cls
 
 
 def check_optim(cfg: OptimConfig, *, num_steps: int | None = None, device: torch.device | str = "cpu") -> list[str]:
@@ -130,7 +86,7 @@ def check_optim(cfg: OptimConfig, *, num_steps: int | None = None, device: torch
 
     Example:
         >>> check_optim(OptimConfig(name="adamw", adamw_lr=1e-4))
-        ["optim.adamw_lr has no effect with optim.name 'adamw': it is for 'muon'."]
+        ["optim.adamw_lr has no effect with optim.name 'adamw': that rule takes all parameters."]
     """
     rates = {"lr": cfg.lr, "weight_decay": cfg.weight_decay, "max_grad_norm": cfg.max_grad_norm}
     if cfg.adamw_lr is not None:
@@ -164,7 +120,8 @@ def check_optim(cfg: OptimConfig, *, num_steps: int | None = None, device: torch
 class _Settings:
     """What one rule is built with, and the config keys that say so."""
 
-    rule: str
+    name: str
+    rule: Rule
     args: dict[str, Any]
     args_key: str
     lr: float
@@ -172,23 +129,26 @@ class _Settings:
     weight_decay: float
 
 
-def _settings(cfg: OptimConfig, rule: str) -> _Settings:
-    """Return the settings of the rule the config names, or of the AdamW beside Muon."""
-    beside_muon = rule != cfg.name
-    given = cfg.adamw_args if beside_muon else cfg.args
+def _settings(cfg: OptimConfig, name: str) -> _Settings:
+    """Return the settings of the rule the config names, or of the AdamW beside it."""
+    beside = name != cfg.name
+    given = cfg.adamw_args if beside else cfg.args
     return _Settings(
-        rule=rule,
+        name=name,
+        rule=rule_of(name),
         # TOML and JSON know lists only, while rules expect tuples (betas).
         args={key: tuple(value) if isinstance(value, list) else value for key, value in given.items()},
-        args_key="optim.adamw_args" if beside_muon else "optim.args",
-        lr=cfg.adamw_lr if beside_muon and cfg.adamw_lr is not None else cfg.lr,
-        lr_key="optim.adamw_lr" if beside_muon else "optim.lr",
+        args_key="optim.adamw_args" if beside else "optim.args",
+        lr=cfg.adamw_lr if beside and cfg.adamw_lr is not None else cfg.lr,
+        lr_key="optim.adamw_lr" if beside else "optim.lr",
         weight_decay=cfg.weight_decay,
     )
 
 
 def _build_rule(cls: type[Optimizer], params: Mapping[str, nn.Parameter], settings: _Settings) -> Optimizer:
-    args = {**RULE_ARGS.get(settings.rule, {}), **settings.args}
+    if settings.rule.two_dimensional:
+        _check_two_dimensional(params, settings.name)
+    args = {**settings.rule.args, **settings.args}
     if _takes(cls, "lr"):
         args["lr"] = settings.lr
     if "foreach" in _accepted(cls) and all(param.device.type == "cpu" for param in params.values()):
@@ -202,49 +162,63 @@ def _build_rule(cls: type[Optimizer], params: Mapping[str, nn.Parameter], settin
                 group["weight_decay"] = settings.weight_decay if decayed else 0.0
             groups.append(group)
     try:
-        return cls(groups, **args)
+        optimizer = cls(groups, **args)
     except Exception as error:  # ValueError by torch's rules; third-party ones raise what they like
         hint = " Write optim.name 'muon', which gives it matrices only." if cls is torch.optim.Muon else ""
         raise ConfigError(
-            f"optim.name: {settings.rule!r} refuses its arguments or parameters: {error}{hint} "
+            f"optim.name: {settings.name!r} refuses its arguments or parameters: {str(error) or repr(error)}{hint} "
             f"Look at {settings.args_key}, given {settings.args}, and at {settings.lr_key} and optim.weight_decay."
         ) from error
+    if settings.rule.overwrites_grad:
+        optimizer.register_step_pre_hook(_give_copies_of_gradients)
+    return optimizer
 
 
-def _check_args(cls: type[Optimizer], settings: _Settings) -> None:
-    """Raise ConfigError on an argument the rule does not have or that has a setting of its own."""
-    own_settings = {"lr": settings.lr_key, "weight_decay": "optim.weight_decay"}
-    for key in settings.args:
-        if key in own_settings:
-            raise ConfigError(f"{settings.args_key}: {key!r} has a setting of its own; set {own_settings[key]}.")
-        if not _takes(cls, key) or key == "params":
-            allowed = sorted(_accepted(cls) - {"params", *own_settings})
+def _give_copies_of_gradients(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Let a rule write to copies: what corrects stale gradients may keep the gradient until the next update."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad = param.grad.clone()
+
+
+def _check_two_dimensional(params: Mapping[str, nn.Parameter], rule: str) -> None:
+    for name, param in params.items():
+        if param.ndim != 2:
+            others = [each for each, row in RULES.items() if row.for_matrices and not row.two_dimensional]
             raise ConfigError(
-                f"{settings.args_key}: {settings.rule!r} has no argument {key!r}.{nearest(key, allowed)} "
-                f"Allowed: {', '.join(allowed)}."
+                f"optim.name: {rule!r} takes single matrices and would mix those of {name}, of shape "
+                f"{tuple(param.shape)}. Use {', '.join(others)}."
             )
 
 
-def _check_usable(name: str, cls: type[Optimizer]) -> None:
-    """Raise ConfigError on a rule that cannot step on given dense gradients."""
-    if issubclass(cls, torch.optim.SparseAdam):
-        raise ConfigError(f"optim.name: {name!r} takes sparse gradients only; ours are dense. Use torch.optim.Adam.")
-    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
-    if required:
-        raise ConfigError(
-            f"optim.name: {name!r} cannot step without {', '.join(required)}: it evaluates the loss again within a "
-            "step, which a stale gradient does not allow. Use a rule whose step() needs no closure, such as adamw."
-        )
+def _check_args(cls: type[Optimizer], settings: _Settings) -> None:
+    """Raise ConfigError on an argument the rule does not have, or that is set elsewhere, or not to be set."""
+    own_settings = {"lr": settings.lr_key, "weight_decay": "optim.weight_decay"}
+    withheld = settings.rule.withheld
+    known = (_accepted(cls) | settings.rule.args.keys()) - {"params", *own_settings, *withheld}
+    # Some rules take any keyword and ignore what they do not know: with a short name, what is not listed is refused.
+    takes_any = _takes_any(cls) and settings.name not in RULES
+    for key in settings.args:
+        if key in own_settings:
+            raise ConfigError(f"{settings.args_key}: {key!r} has a setting of its own; set {own_settings[key]}.")
+        if key in withheld:
+            raise ConfigError(
+                f"{settings.args_key}: {key!r} cannot be set for {settings.name!r}: {withheld[key]}. Leave it out."
+            )
+        if key not in known and (key == "params" or not takes_any):
+            raise ConfigError(
+                f"{settings.args_key}: {settings.name!r} has no argument {key!r}.{nearest(key, known)} "
+                f"Allowed: {', '.join(sorted(known))}."
+            )
 
 
 def _warnings(cfg: OptimConfig) -> list[str]:
     found = []
-    if cfg.name != "muon":
+    if not rule_of(cfg.name).for_matrices:
         unused = {"adamw_lr": cfg.adamw_lr is not None, "adamw_args": bool(cfg.adamw_args)}
         for key in (key for key, is_set in unused.items() if is_set):
-            found.append(f"optim.{key} has no effect with optim.name {cfg.name!r}: it is for 'muon'.")
+            found.append(f"optim.{key} has no effect with optim.name {cfg.name!r}: that rule takes all parameters.")
     cls = find_rule(cfg.name)
     for key, value in {"lr": cfg.lr, "weight_decay": cfg.weight_decay}.items():
         if value and not _takes(cls, key):
@@ -259,20 +233,8 @@ def _accepted(cls: type[Optimizer]) -> set[str]:
 
 
 def _takes(cls: type[Optimizer], key: str) -> bool:
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return key in _accepted(cls) or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return key in _accepted(cls) or _takes_any(cls)
 
 
-def _rules_in(module: Any) -> Iterable[str]:
-    return [name for name, each in vars(module).items() if isinstance(each, type) and issubclass(each, Optimizer)]
-
-
-def _nearest_rule(given: str) -> str:
-    """Return a suggestion for a short or misspelt name: ``SGD`` suggests ``torch.optim.SGD``."""
-    dotted = {name.lower(): f"torch.optim.{name}" for name in _rules_in(torch.optim) if name != "Optimizer"}
-    candidates = {**dotted, **{name: name for name in RULES}}
-    suggestion = nearest(given.lower(), candidates)
-    for short, full in candidates.items():
-        if f"'{short}'" in suggestion:
-            return suggestion.replace(f"'{short}'", f"'{full}'")
-    return suggestion
+def _takes_any(cls: type[Optimizer]) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(cls.__init__).parameters.values())

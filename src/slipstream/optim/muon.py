@@ -200,13 +200,10 @@ class Muon(torch.optim.Optimizer):
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         if param.grad is None or param.grad.is_sparse:
             raise ValueError("Muon takes dense gradients only. Use a layer that makes dense ones (sparse=False).")
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param.grad, memory_format=torch.preserve_format)
         lr, momentum = float(group["lr"]), group["momentum"]
         step_size = lr * _lr_ratio(param.shape[-2], param.shape[-1], group["adjust_lr_fn"])
-        for weight, grad, average in _matrices(param, param.grad, state["momentum_buffer"]):
-            average.lerp_(grad, 1 - momentum)
+        for weight, grad, *buffers in _matrices(param, param.grad, *self._buffers(param)):
+            average = buffers[0].lerp_(grad, 1 - momentum)
             direction = grad.lerp(average, momentum) if group["nesterov"] else average
             direction = newton_schulz(
                 direction,
@@ -215,7 +212,17 @@ class Muon(torch.optim.Optimizer):
                 eps=group["eps"],
             )
             weight.mul_(1 - lr * group["weight_decay"])
-            weight.add_(direction, alpha=-step_size)
+            weight.add_(self._finished(direction, buffers, group), alpha=-step_size)
+
+    def _buffers(self, param: Tensor) -> tuple[Tensor, ...]:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return (state["momentum_buffer"],)
+
+    def _finished(self, direction: Tensor, buffers: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
+        """Return the step of a matrix from its orthogonalised direction; for variants of the rule."""
+        return direction
 
 
 def _normalised(x: Tensor, *, eps: float, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.llama import whole_model
 from slipstream.models.roles import role
 from slipstream.optim import Muon, build_optimizers, check_optim, find_rule
-from slipstream.optim.build import MUON_ROLES
+from slipstream.optim.build import MATRIX_ROLES
 
 MODEL = ModelConfig(num_layers=2, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=11)
 DOTTED = ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -65,7 +65,7 @@ def test_muon_takes_the_matrices_of_blocks_by_role(shapes):
     assert list(built) == ["muon", "adamw"]
     assert type(built["muon"]) is Muon
     assert type(built["adamw"]) is torch.optim.AdamW
-    assert all(role(name) in MUON_ROLES for name in names_of(built["muon"]))
+    assert all(role(name) in MATRIX_ROLES for name in names_of(built["muon"]))
     left = {name for name in params if role(name) in ("embedding", "head", "norm")}
     assert set(names_of(built["adamw"])) == left
     assert {"embed.weight", "head.weight"} <= left
@@ -161,7 +161,8 @@ def test_no_multi_tensor_path_on_a_cpu_unless_asked_for(shapes):
     ("settings", "says"),
     [
         ({"name": "adamww"}, r"no optimizer 'adamww'\. Did you mean 'adamw'\?.*Allowed: adamw, muon"),
-        ({"name": "SGD"}, r"Did you mean 'torch\.optim\.SGD'"),
+        ({"name": "SGD"}, r"Did you mean 'sgd'"),
+        ({"name": "RMSprob"}, r"Did you mean 'torch\.optim\.RMSprop'"),
         ({"name": "nadm"}, r"Did you mean 'torch\.optim\.NAdam'"),
         ({"name": ""}, "no optimizer ''"),
         ({"name": "torch.optim.SDG"}, r"'torch\.optim' has no 'SDG'\. Did you mean 'torch\.optim\.SGD'"),

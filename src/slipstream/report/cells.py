@@ -1,0 +1,220 @@
+"""From a grid to its cells: each a config, a name for people, a folder, and the arm it is a seed of."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.config import Config, StalenessConfig, config_hash, from_dict
+from slipstream.errors import ConfigError
+from slipstream.report.grid import ALL, NONE, Grid, Row, merged
+
+
+class Arm(NamedTuple):
+    """All of a cell but its seed."""
+
+    rule: str
+    remedy: str
+    read: str
+    batch: str
+    delay: int
+    lr: float
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether nothing is delayed."""
+        return self.delay == 0
+
+    @property
+    def is_plain_synchronous(self) -> bool:
+        """Whether nothing is delayed and nothing done about it."""
+        return self.delay == 0 and self.remedy == NONE
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        parts = [self.rule, self.remedy]
+        parts += [f"read {self.read}"] if self.read != ALL else []
+        parts += [f"batch {self.batch}"] if self.batch else []
+        return ", ".join([*parts, f"delay {self.delay}", f"lr {self.lr:g}"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training run of a grid.
+
+    Attributes:
+        arm: All but the seed.
+        seed: The seed.
+        config: Its settings, without a run directory.
+        folder: Name of its run directory; two cells share it where their settings differ only by what has no effect.
+    """
+
+    arm: Arm
+    seed: int
+    config: Config
+    folder: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.arm.label}, seed {self.seed}"
+
+
+def cells_of(grid: Grid) -> list[Cell]:
+    """Return the cells of a grid, seed by seed, so that an interrupted grid has whole seeds to show.
+
+    Raises:
+        ConfigError: Settings that are wrong together, two cells that are the same, or two names that make one folder;
+            names the cell.
+    """
+    given: dict[str, Cell] = {}
+    by_effect: dict[str, Cell] = {}
+    folders: dict[str, Cell] = {}
+    cells = []
+    for seed in grid.seeds:
+        for arm, config in _arms(grid, seed):
+            cell = Cell(arm=arm, seed=seed, config=config, folder=_folder(arm, seed))
+            twin = given.setdefault(config_hash(config), cell)
+            if twin is not cell:
+                raise ConfigError(
+                    f"{grid.source}: the cells '{twin.name}' and '{cell.name}' have the same settings. Remove one of "
+                    "the rows."
+                )
+            effective = dataclasses.replace(config, staleness=effective_staleness(config.staleness))
+            original = by_effect.setdefault(config_hash(effective), cell)
+            cell = dataclasses.replace(cell, config=effective, folder=original.folder)
+            other = folders.setdefault(cell.folder, original)
+            if other is not original:
+                raise ConfigError(
+                    f"{grid.source}: the cells '{other.name}' and '{cell.name}' would have the same folder "
+                    f"'{cell.folder}'. Let their names differ by a letter or digit."
+                )
+            cells.append(cell)
+    return cells
+
+
+def repeats(cells: list[Cell]) -> dict[Arm, Arm]:
+    """Return the arms whose remedy has no effect at their delay, and the arm that each is the same as."""
+    original: dict[str, Arm] = {}
+    found = {}
+    for cell in cells:
+        arm = original.setdefault(cell.folder, cell.arm)
+        if arm != cell.arm:
+            found[cell.arm] = arm
+    return found
+
+
+def effective_staleness(staleness: StalenessConfig) -> StalenessConfig:
+    """Return the settings without those that have no effect at their delay.
+
+    At delay 0 every correction returns the gradient as it is, a synchronous start changes nothing, and a prediction
+    over the delay predicts nothing; up to delay 1 no discount by staleness applies. Error feedback and a prediction
+    over a given number of steps act at any delay.
+
+    Example:
+        >>> effective_staleness(StalenessConfig(delay=0, correction="gap_aware")) == StalenessConfig(delay=0)
+        True
+        >>> effective_staleness(StalenessConfig(delay=0, error_feedback=1.0)).error_feedback
+        1.0
+    """
+    if own_delay(staleness) is not None:
+        return staleness
+    changes: dict[str, Any] = {}
+    if (staleness.delay or 0) <= 1:
+        changes |= {"lr_discount": "none", "lr_discount_steps": 0}
+    if not staleness.delay:
+        changes |= {"correction": "none", "correction_strength": 0.0, "delay_roles": (), "delay_blocks": ()}
+        if staleness.prediction == "none" or not staleness.prediction_steps:
+            changes |= {"prediction": "none", "prediction_steps": 0.0}
+            if not staleness.error_feedback:
+                changes |= {"sync_until_step": 0, "sync_from_step": 0}
+    return dataclasses.replace(staleness, **changes)
+
+
+def own_delay(staleness: StalenessConfig) -> int | None:
+    """Return the largest delay of settings that say by themselves what the delay of a batch is; otherwise ``None``.
+
+    Raises:
+        ConfigError: A recording cannot be read.
+    """
+    if staleness.delay_stages:
+        return staleness.delay_stages - 1
+    if staleness.delay_weights:
+        return len(staleness.delay_weights) - 1
+    if staleness.delay_replay:
+        try:
+            lines = Path(staleness.delay_replay).read_text(encoding="utf-8").splitlines()
+            return max((int(json.loads(line)["staleness_max"]) for line in lines), default=0)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"staleness.delay_replay: {staleness.delay_replay} is no metrics.jsonl of a run "
+                f"({type(error).__name__}). Name one."
+            ) from error
+    return None
+
+
+def _arms(grid: Grid, seed: int) -> Iterator[tuple[Arm, Config]]:
+    """Yield the arms with their settings at one seed."""
+    for batch in grid.batches:
+        for rule in grid.rules:
+            for remedy in grid.remedies:
+                for read in grid.reads:
+                    yield from _arms_of(grid, seed, rule=rule, remedy=remedy, read=read, batch=batch)
+
+
+def _arms_of(grid: Grid, seed: int, *, rule: Row, remedy: Row, read: Row, batch: Row) -> Iterator[tuple[Arm, Config]]:
+    tables: dict[str, Any] = dict(grid.base)
+    for each in (batch.tables, {"optim": {"name": rule.name}}, rule.tables, remedy.tables, read.tables):
+        tables = merged(tables, each)
+    name = ", ".join(filter(None, (rule.name, remedy.name, read.name if read.name != ALL else "", batch.name)))
+    where = f"{grid.source}: cell '{name}'"
+    staleness = from_dict({"staleness": tables.get("staleness", {})}, source=where).staleness
+    try:
+        own = own_delay(staleness)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    delays = grid.delays if own is None else (own,)
+    for delay in delays:
+        # Where nothing is delayed, it does not matter what would have been.
+        if (delay == 0 and read.name != ALL) or not _takes_part(
+            (rule, remedy, read, batch), rule=rule.name, remedy=remedy.name, delay=delay, is_own=own is not None
+        ):
+            continue
+        for lr in rule.lr or (float(tables["optim"].get("lr", Config().optim.lr)),):
+            settings = merged(tables, _axes(seed=seed, delay=delay, lr=lr))
+            config = from_dict(settings, source=where)
+            yield Arm(rule.name, remedy.name, read.name, batch.name, delay, lr), config
+
+
+def _takes_part(rows: tuple[Row, ...], *, rule: str, remedy: str, delay: int, is_own: bool) -> bool:
+    """Whether no row's `only` speaks against a cell; of a delay that a row sets by itself none does."""
+    return all(
+        (not row.only.rules or rule in row.only.rules)
+        and (not row.only.remedies or remedy in row.only.remedies)
+        and (not row.only.delays or is_own or delay in row.only.delays)
+        for row in rows
+    )
+
+
+def _axes(*, seed: int, delay: int, lr: float) -> Mapping[str, Any]:
+    return {
+        # One process at any delay gives bitwise the weights of a pipeline at that delay.
+        "executor": "single",
+        "run_dir": "",
+        "data": {"seed": seed},
+        "model": {"seed": seed},
+        "optim": {"lr": lr},
+        "staleness": {"delay": delay},
+    }
+
+
+def _folder(arm: Arm, seed: int) -> str:
+    """Return a name for the run directory that any file system takes."""
+    parts = [arm.rule, arm.remedy]
+    parts += [arm.read] if arm.read != ALL else []
+    parts += [f"batch-{arm.batch}"] if arm.batch else []
+    parts += [f"delay-{arm.delay}", f"lr-{arm.lr:g}", f"seed-{seed}"]
+    return "--".join(re.sub(r"[^A-Za-z0-9._+-]+", "-", part).strip("-.") for part in parts)

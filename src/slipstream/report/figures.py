@@ -1,0 +1,72 @@
+"""What the pictures of a report share: their parts, one colour an arm, and its name in a legend."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from slipstream.report.cells import Arm
+from slipstream.report.grid import ALL, NONE
+
+NUM_COLOURS = 8
+"""Of the page's palette, without the one of what is synchronous."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LegendEntry:
+    """A line of a legend: colour, what it is, and a figure."""
+
+    css: str
+    label: str
+    figure: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One picture."""
+
+    title: str
+    svg: str
+    legend: Sequence[LegendEntry] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """Pictures that belong together, one a rule."""
+
+    title: str
+    text: str
+    charts: Sequence[Chart]
+    has_smoothing: bool = False
+    """Whether its curves are there twice, raw and smoothed."""
+
+
+class Palette:
+    """Gives an arm the same colour in all pictures: by remedy and delay, a control that of its remedy, but hollow."""
+
+    def __init__(self, arms: Iterable[Arm]) -> None:
+        self._colours: dict[tuple[str, int], int] = {}
+        self._of_remedy: dict[str, int] = {}
+        for arm in arms:
+            key = (arm.remedy, arm.delay)
+            if arm.delay and key not in self._colours:
+                self._colours[key] = len(self._colours)
+                self._of_remedy.setdefault(arm.remedy, self._colours[key])
+
+    def css(self, arm: Arm) -> str:
+        """Return the classes of an arm."""
+        if arm.is_plain_synchronous:
+            return "sync"
+        index = self._colours.get((arm.remedy, arm.delay), self._of_remedy.get(arm.remedy, 0))
+        return f"c{index % NUM_COLOURS}{' control' if arm.delay == 0 else ''}{' again' if index >= NUM_COLOURS else ''}"
+
+
+def arm_text(arm: Arm, *, several_delays: bool = False) -> str:
+    """Return what a legend calls an arm of a rule."""
+    if arm.is_plain_synchronous:
+        return "synchronous"
+    if arm.delay == 0:
+        return f"{arm.remedy}, no delay"
+    delay = f"delay {arm.delay}"
+    read = f" of {arm.read}" if arm.read != ALL else ""
+    if arm.remedy == NONE:
+        return f"{delay}{read}"
+    return f"{arm.remedy}{read}, {delay}" if several_delays else f"{arm.remedy}{read}"

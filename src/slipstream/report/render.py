@@ -1,0 +1,247 @@
+"""The report of a comparison: one HTML file that needs no network and follows the reader's light or dark scheme."""
+
+import html
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+import tomli_w
+
+from slipstream.config import Config, load_toml
+from slipstream.models.shapes import num_parameters
+from slipstream.report.charts import sections
+from slipstream.report.comparison import Comparison
+from slipstream.report.figures import Chart, Section
+from slipstream.report.grid import NONE
+from slipstream.report.table import TEXT_COLUMNS, TableRow, figure, percent, signed, table_columns
+from slipstream.report.verdict import RuleVerdict, rule_verdicts
+from slipstream.train.metrics import duration, quantity
+from slipstream.train.rundir import RunDir
+
+escape = html.escape
+
+
+def render(comparison: Comparison, folder: Path) -> str:
+    """Return the report as HTML.
+
+    Args:
+        comparison: What came out of a grid.
+        folder: Of its run directories; the resolved settings of one are read there.
+    """
+    grid, verdicts = comparison.grid, rule_verdicts(comparison.best)
+    resolved = _resolved_config(comparison, folder)
+    rest = [sentence for sentence in comparison.verdict if sentence not in {each.sentence for each in verdicts}]
+    tables = _tables(comparison)
+    return Template(files(__package__).joinpath("template.html").read_text(encoding="utf-8")).substitute(
+        title=escape(grid.title or f"Comparison of {', '.join(row.name for row in grid.rules)}"),
+        lead=f'<p class="lead">{escape(grid.description)}</p>' if grid.description else "",
+        facts=_facts(comparison, resolved),
+        answer="".join(f'<p class="answer">{escape(sentence)}</p>' for sentence in rest),
+        cards=f'<div class="cards">{"".join(map(_card, verdicts))}</div>' if verdicts else "",
+        sections="\n".join(map(_section, sections(comparison.results, comparison.best))),
+        table_text=_TABLE_TEXT,
+        tables=tables,
+        failures=_failures(comparison),
+        method=_method(comparison, resolved),
+        footer=f"Slipstream {version('slipstream')}, torch {version('torch')}. The numbers are in table.json, every "
+        "cell is a run directory under cells.",
+    )
+
+
+def _resolved_config(comparison: Comparison, folder: Path) -> Config | None:
+    """Return the settings of the first cell as they were resolved for training."""
+    for result in comparison.results:
+        for each in result.cells:
+            path = RunDir(folder / each.cell.folder).config
+            if path.exists():
+                return load_toml(path)
+    return None
+
+
+def _facts(comparison: Comparison, config: Config | None) -> str:
+    """Return what was trained, in a line."""
+    runs = {each.cell.folder: each for result in comparison.results for each in result.cells}
+    seconds = sum(each.training_s for each in runs.values())
+    facts = [(str(len(runs)), "runs"), (str(len(comparison.grid.seeds)), "seeds")]
+    if config is not None:
+        steps = sorted({result.cells[0].cell.config.train.num_steps for result in comparison.results})
+        tokens = sorted({each.cell.config.batch_tokens * each.cell.config.train.num_steps for each in runs.values()})
+        facts = [
+            (quantity(num_parameters(config.model)), "parameters"),
+            (_span(steps), "steps"),
+            (_span(tokens), "tokens a run"),
+            *facts,
+        ]
+    facts.append((duration(seconds), "of training in all"))
+    items = "".join(f"<li><b>{escape(number)}</b> {escape(unit)}</li>" for number, unit in facts)
+    return f'<ul class="facts">{items}</ul>'
+
+
+def _span(values: Sequence[int]) -> str:
+    """Return one number, or the smallest and the largest."""
+    ends = dict.fromkeys((quantity(values[0]), quantity(values[-1])))
+    return "-".join(ends)
+
+
+def _card(verdict: RuleVerdict) -> str:
+    """Return a rule's figures: what the delay costs, and how much of it the best remedy closes."""
+    plain, remedy = verdict.plain, verdict.remedy
+    delay = "one step of delay" if plain.arm.delay == 1 else f"a delay of {plain.arm.delay} steps"
+    parts = [f'<article class="card"><h3>{escape(verdict.name)}</h3>']
+    if plain.gap is None:
+        return "".join([*parts, f'<p class="rest">{escape(verdict.sentence)}</p></article>'])
+    number, _, half = signed(plain.gap).partition(" ")
+    parts.append(f'<div class="big">{escape(number)} <small>{escape(half)}</small></div>')
+    parts.append(f'<div class="what">nats per token from {delay}</div>')
+    is_gap = plain.gap.excludes_zero and plain.gap.mean > 0
+    if remedy is not None and remedy.closed is not None and is_gap:
+        name = escape(remedy.arm.remedy)
+        parts.append(f'<div class="cure"><b>{name}</b> closes {escape(percent(remedy.closed))}</div>')
+        parts.append(_meter(remedy))
+    elif not is_gap:
+        parts.append('<div class="cure">not to be told from 0 with these seeds</div>')
+    if remedy is not None and remedy.gap is not None:
+        parts.append(f'<div class="rest">{escape(_rest(verdict, remedy))}</div>')
+    return "".join([*parts, "</article>"])
+
+
+def _meter(row: TableRow) -> str:
+    """Return a bar of the share that is closed, with its interval as a line in it."""
+    closed = row.closed
+    assert closed is not None
+    ends = [min(max(100 * each, 0.0), 100.0) for each in closed.ends]
+    interval = f'<u style="left:{ends[1]:.1f}%;width:{ends[2] - ends[1]:.1f}%"></u>' if len(ends) == 3 else ""
+    return f'<div class="meter"><i style="width:{ends[0]:.1f}%"></i>{interval}</div>'
+
+
+def _rest(verdict: RuleVerdict, remedy: TableRow) -> str:
+    text = f"left: {signed(remedy.gap)} above synchronous {figure(verdict.sync.val_loss)}"
+    if remedy.best_sync is not None and remedy.best_sync.remedy != NONE:
+        text += f"; {signed(remedy.gap_to_best)} against {remedy.best_sync.remedy} without delay"
+    return text
+
+
+def _section(section: Section) -> str:
+    toggle = _TOGGLE if section.has_smoothing else ""
+    charts = "".join(map(_figure, section.charts))
+    return (
+        f'<section><div class="head"><h2>{escape(section.title)}</h2>{toggle}</div>'
+        f'<p class="section-text">{escape(section.text)}</p>'
+        f'<div class="charts n{len(section.charts)}">{charts}</div></section>'
+    )
+
+
+_TOGGLE = (
+    '<div class="toggle" role="radiogroup" aria-label="Curves">'
+    '<label><input type="radio" name="curves" id="show-smoothed" checked><span>smoothed</span></label>'
+    '<label><input type="radio" name="curves" id="show-raw"><span>raw</span></label></div>'
+)
+
+
+def _figure(chart: Chart) -> str:
+    items = "".join(
+        f'<li><i class="{entry.css}"></i><span>{escape(entry.label)}</span>'
+        f"{f'<b>{escape(entry.figure)}</b>' if entry.figure else ''}</li>"
+        for entry in chart.legend
+    )
+    legend = f'<ul class="legend">{items}</ul>' if items else ""
+    return f"<figure><h3>{escape(chart.title)}</h3>{chart.svg}{legend}</figure>"
+
+
+def _tables(comparison: Comparison) -> str:
+    if not comparison.has_several_rates:
+        return _table(comparison.equal)
+    return (
+        f'<h3 class="table-title">Best against best over learning rates</h3>{_table(comparison.best)}'
+        f'<h3 class="table-title">At equal learning rate</h3>{_table(comparison.equal)}'
+    )
+
+
+_TABLE_TEXT = (
+    "Validation loss in nats per token on the published weights; gaps to plain synchronous training of the same rule, "
+    "paired by seed, with half of the 95 % interval."
+)
+
+
+def _table(rows: Sequence[TableRow]) -> str:
+    columns = table_columns(rows)
+    head = "".join(f'<th class="name">{name}</th>' if name in TEXT_COLUMNS else f"<th>{name}</th>" for name in columns)
+    body = []
+    for index, row in enumerate(rows):
+        is_first = index == 0 or rows[index - 1].arm.rule != row.arm.rule
+        css = " ".join(["first"] * is_first + ["sync-row"] * row.arm.is_plain_synchronous)
+        cells = "".join(_data_cell(name, column[index]) for name, column in columns.items())
+        body.append(f'<tr class="{css}">{cells}</tr>')
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _data_cell(name: str, text: str) -> str:
+    css = "name" if name in TEXT_COLUMNS else ""
+    if name in ("diverged", "crashed") and text:
+        css = "bad"
+    return f'<td class="{css}">{escape(text)}</td>'
+
+
+def _failures(comparison: Comparison) -> str:
+    """Return the cells without a result, with what went wrong."""
+    failed = comparison.failures
+    if not failed:
+        return ""
+    items = "".join(
+        f"<li><b>{escape(each.cell.name)}</b>: {escape(each.kind)}. {escape(each.last_line)}</li>" for each in failed
+    )
+    return (
+        '<section><div class="head"><h2>Cells without a result</h2></div>'
+        '<p class="section-text">A diverged cell is a result: a loss or too many gradients in a row were not finite. '
+        "A crashed cell is none; the same command tries it again.</p>"
+        f'<ul class="plain">{items}</ul></section>'
+    )
+
+
+def _method(comparison: Comparison, config: Config | None) -> str:
+    """Return how figures were made, and the settings behind them."""
+    paragraphs = [*_METHOD]
+    if comparison.has_several_rates:
+        paragraphs.append(
+            "Best against best takes for each arm the learning rate with the smallest mean loss, on the same seeds "
+            "that are compared; with few rates and seeds that flatters every arm a little."
+        )
+    if comparison.same_as:
+        pairs = "; ".join(f"{arm.label} is {other.label}" for arm, other in comparison.same_as.items())
+        paragraphs.append(f"Remedies without effect at their delay were not trained twice: {pairs}.")
+    parts = _paragraphs(paragraphs)
+    settings = _settings(comparison)
+    return f"{parts}<details><summary>Settings</summary><pre>{escape(settings)}</pre></details>"
+
+
+_METHOD = (
+    "A seed sets initial weights and data order alike in every arm, so differences are taken seed by seed. A cell "
+    "trains in one process with a delay line, which gives bitwise the weights of a pipeline with that delay.",
+    "Intervals of means are 95 % confidence intervals by Student's t. The share of the gap closed is one minus the "
+    "ratio of two paired mean gaps, with Fieller's interval, which is exact for normal differences at any number of "
+    "seeds; it is left out where the gap itself cannot be told from 0.",
+    "A spike is a training loss more than 6 standard deviations above the mean of the 128 steps before it. Smoothed "
+    "curves are exponential moving averages with a span of 5 % of the run.",
+)
+
+
+def _paragraphs(texts: Iterable[str]) -> str:
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)
+
+
+def _settings(comparison: Comparison) -> str:
+    """Return the grid as TOML."""
+    grid = comparison.grid
+    axes: dict[str, object] = {"delays": list(grid.delays), "seeds": list(grid.seeds)}
+    for axis in ("rules", "remedies", "reads", "batches"):
+        rows = [
+            {"name": row.name, **({"lr": list(row.lr)} if row.lr else {}), **row.tables} for row in getattr(grid, axis)
+        ]
+        if len(rows) > 1 or rows[0].keys() != {"name"}:
+            axes[axis] = rows
+    return tomli_w.dumps({"base": dict(grid.base), "grid": axes})
