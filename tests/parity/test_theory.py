@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from slipstream.staleness.updater import Updater
 from slipstream.staleness.versions import VersionedWeights
 from slipstream.train.curvature import polar
 
+PAGE = Path(__file__).parents[2] / "docs" / "theory.md"
 SIDE = 4
 ROUNDING = 1e-9
 
@@ -256,8 +259,12 @@ def test_each_step_obeys_its_inequality_and_the_average_the_theorem(problem, del
     # Descent.
     value, norms = problem.value(run.y), dual(G)
     assert float((value[1:] - (value[:-1] - eta * norms + 2 * eta * error + L * eta**2 / 2)).max()) <= ROUNDING
+    # What y_0 and the published weights add.
+    start, f_start = float(dual(problem.gradient(problem.start))), float(problem.value(problem.start))
+    assert float(value[0].max()) <= f_start + c * eta * start + L * (c * eta) ** 2 / 2 + ROUNDING
+    assert float(norms[0].max()) <= start + L * c * eta + ROUNDING
+    assert float((dual(problem.gradient(run.x[:-1])) - norms).max()) <= L * c * eta + ROUNDING
     # The theorem; its bound says something: less than half of where the run began.
-    start = float(dual(problem.gradient(problem.start)))
     assert float(norms.mean()) <= bound(setting)
     assert float(norms[-50:].mean()) < 0.5 * start
     if problem.name == "quadratic":
@@ -277,6 +284,20 @@ def test_the_constants_cannot_be_smaller(delay, c):
     # Without the delay's share the theorem would be false.
     mean = float(dual(problem.gradient(run.y[:-1])).mean())
     assert bound(setting, lag=0.0) < mean <= bound(setting)
+
+
+def documented() -> list[tuple[float, int, float, float, float]]:
+    """Rows (beta, delay, c, mean, bound) of the page's table."""
+    rows = re.findall(r"^\| ([\d.]+) \| (\d) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
+    return [(float(beta), int(delay), float(c), float(mean), float(limit)) for beta, delay, c, mean, limit in rows]
+
+
+def test_the_page_says_what_comes_out():
+    assert len(documented()) == 8
+    for beta, delay, c, mean, limit in documented():
+        setting = setting_of(PROBLEMS[0], delay=delay, c=c, beta=beta)
+        measured = float(dual(PROBLEMS[0].gradient(train(setting).y[:-1])).mean())
+        assert (measured, bound(setting)) == (pytest.approx(mean, rel=0.02), pytest.approx(limit, rel=0.005))
 
 
 @by_problem
@@ -301,7 +322,7 @@ def test_with_error_feedback_the_lag_is_that_of_the_change_of_steps(problem, del
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_noise_adds_what_the_average_lets_through(problem, delay, c, nesterov):
     start = float(dual(problem.gradient(problem.start)))
-    setting = setting_of(problem, delay=delay, c=c, nesterov=nesterov, sigma=start / 4)
+    setting = setting_of(problem, delay=delay, c=c, nesterov=nesterov, sigma=start / 4, num_steps=300)
     run = train(setting, num_runs=16)
     G = problem.gradient(run.y[:-1])
     mean = dual(G).mean(0)  # of each run
@@ -317,7 +338,7 @@ def test_noise_adds_what_the_average_lets_through(problem, delay, c, nesterov):
 @by_feedback
 def test_the_step_of_muon_itself(problem, delay, c):
     """Newton-Schulz leaves singular values between about 0.68 and 1.20, so it has constants of its own."""
-    setting = setting_of(problem, delay=delay, c=c, nesterov=True)
+    setting = setting_of(problem, delay=delay, c=c, nesterov=True, num_steps=300)
     run = train(setting, rule=lambda params, **options: Muon(params, weight_decay=0.0, **options))
     low, high = 0.65, newton_schulz_range()[1]
     assert float(spectral(run.u).max()) <= high * setting.eta * (1 + ROUNDING)
