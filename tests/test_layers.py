@@ -7,15 +7,32 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "slipstream"
 
+CONTROL_PLANE = (
+    "batching",
+    "checks",
+    "cycles",
+    "emulation",
+    "events",
+    "faults",
+    "ledger",
+    "members",
+    "messages",
+    "sequencer",
+    "tally",
+)
+"""Of asynchronous data parallelism: what decides, without tensors, so that thousands of workers can be simulated."""
+
 LAYERS = (
     ("errors",),
     ("config",),
     ("data", "models", "optim", "staleness", "pipeline.actions", "pipeline.schedules", "pipeline.validation"),
-    ("executor",),
+    tuple(f"dataparallel.{name}" for name in CONTROL_PLANE),
+    ("executor", "microbatches"),
     ("assembly",),
     ("pipeline", "dataparallel"),
     ("plan",),
     ("train", "doctor"),
+    ("evaluation",),
     ("bench",),
     ("report",),
     ("cli",),
@@ -26,6 +43,7 @@ WITHOUT_TORCH = (
     "pipeline.actions",
     "pipeline.schedules",
     "pipeline.validation",
+    *(f"dataparallel.{name}" for name in CONTROL_PLANE),
     "plan",
     "bench.settings",
     "config",
@@ -96,3 +114,8 @@ def test_print_only_in_the_command_line(name):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not calls
+
+
+def test_only_the_adapter_imports_lm_eval():
+    users = {name for name, path in MODULES.items() if any(each.split(".")[0] == "lm_eval" for each in imported(path))}
+    assert users == {"evaluation.lm_eval_adapter"}

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,19 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from slipstream.config import Config
-from slipstream.errors import ConfigError
+from slipstream.config import Coefficient, Config
 from slipstream.executor import Point, Snapshot, StateReader
 from slipstream.models.llama import build_stage
+from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import StageSpec
 from slipstream.models.roles import role
 from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.optim.build import build_optimizers
 from slipstream.optim.lr import lr_factor
 from slipstream.optim.state import WHOLE_OPTIMIZER, export_state, import_state, join_tensors, split_tensors
-from slipstream.staleness.corrections import build_corrections
+from slipstream.staleness.agc import Rate
+from slipstream.staleness.auto_feedback import AutoErrorFeedback
+from slipstream.staleness.checks import check_pairs
+from slipstream.staleness.corrections import Slots, build_corrections
+from slipstream.staleness.measured import Measured
 from slipstream.staleness.prediction import WeightPrediction
-from slipstream.staleness.publish import PublishMethod, Windowed, build_publish_method
+from slipstream.staleness.publish import PublishMasters, PublishMethod, Windowed, build_publish_method
 from slipstream.staleness.step_size import build_step_size
 from slipstream.staleness.updater import Updater
 from slipstream.staleness.versions import VersionedWeights
@@ -47,6 +51,8 @@ class StageParts:
         parameter_of: Parameter name of each leaf name.
         tied_pair: Leaf names of a tied embedding and head, wherever they live; ``None``: the model ties nothing.
         updater: The update path over the masters held here.
+        step_size: Its factor on the rate by staleness.
+        router_log: What the routers of all modules note; empty without experts.
     """
 
     def __init__(self, config: Config, spec: StageSpec, *, num_versions: int, device: torch.device) -> None:
@@ -61,6 +67,8 @@ class StageParts:
         masters = {name: nn.Parameter(tensor.clone()) for name, tensor in initial.items()}
         dtype = getattr(torch, config.train.compute_dtype)
         weights = VersionedWeights(initial, num_buffers=num_versions, dtype=dtype)
+        self.router_log = RouterLog(batch_share=1 / config.pipeline.num_microbatches)
+        attach_log(module, self.router_log)
         self.modules = [module] + [copy.deepcopy(module) for _ in range(num_versions - 1)]
         self.leaves = [
             bind(each, {leaf: weights.buffer(version)[name] for leaf, name in self.parameter_of.items()})
@@ -68,21 +76,28 @@ class StageParts:
         ]
         self._mixed: nn.Module | None = None
         optimizers = build_optimizers(masters, config.optim, role=role)
+        factor = partial(
+            lr_factor,
+            warmup_steps=config.optim.lr_warmup_steps,
+            total_steps=config.optim.lr_total_steps or config.train.num_steps,
+            schedule=config.optim.lr_schedule,
+            final_fraction=config.optim.lr_final_fraction,
+        )
+        self.step_size = build_step_size(config.staleness, num_in_flight=num_versions)
         self.updater = Updater(
             masters,
             optimizers,
             weights=weights,
             publish=publish_method(config, optimizers),
-            lr_factor=partial(
-                lr_factor,
-                warmup_steps=config.optim.lr_warmup_steps,
-                total_steps=config.optim.lr_total_steps or config.train.num_steps,
-                schedule=config.optim.lr_schedule,
-                final_fraction=config.optim.lr_final_fraction,
-            ),
+            lr_factor=factor,
             max_grad_norm=config.optim.max_grad_norm,
-            corrections=build_corrections(config.staleness),
-            step_size=build_step_size(config.staleness),
+            corrections=build_corrections(
+                config.staleness,
+                role=role,
+                lr=scheduled_rate(optimizers, factor),
+                warmup_steps=config.optim.lr_warmup_steps,
+            ),
+            step_size=self.step_size,
         )
 
     @property
@@ -92,12 +107,7 @@ class StageParts:
 
     def by_parameter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Turn gradients by leaf name into gradients by parameter name; a tied pair's are added, embedding first."""
-        gradients = {name: sums.get(name) for name in self.updater.masters}
-        if self.tied_pair is not None and self.tied_pair[1] in sums:
-            embedding, head = self.tied_pair
-            held = gradients[embedding]
-            gradients[embedding] = sums[head] if held is None else held + sums[head]
-        return gradients
+        return sum_by_parameter(sums, self.updater.masters, tied_pair=self.tied_pair)
 
     def module(self, version: int) -> nn.Module:
         """Return the module whose leaves hold a live version."""
@@ -148,7 +158,11 @@ class StageParts:
     def snapshot(self) -> Snapshot:
         """Return a copy, on the host, of all state that a resumed run needs."""
         tensors: dict[str, Tensor] = {}
-        scalars: dict[str, Any] = {"updater": self.updater.state_dict(), "optim": {}}
+        scalars: dict[str, Any] = {
+            "updater": self.updater.state_dict(),
+            "step_size": self.step_size.state_dict(),
+            "optim": {},
+        }
         weights = self.updater.weights
         for name in self.owned:
             tensors[f"y/{name}"] = self.updater.masters[name]
@@ -159,11 +173,33 @@ class StageParts:
                 if name in self.parameter_of or name == WHOLE_OPTIMIZER:
                     held, scalars["optim"][name] = split_tensors(state)
                     tensors |= {f"optim/{name}/{path}": tensor for path, tensor in held.items()}
-        for position, correction in enumerate(self.updater.corrections):
-            for slot, held in correction.slots.items():
-                tensors |= {f"correction/{position}/{slot}/{n}": t for n, t in held.items() if n in self.parameter_of}
+        for prefix, slots in self._slots().items():
+            tensors |= slot_tensors(prefix, slots, names=self.parameter_of)
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         return Snapshot(tensors=copies, scalars=scalars, digests=self.digests())
+
+    def _slots(self) -> dict[str, Slots]:
+        """Return what methods against staleness keep, by the beginning of its path in a checkpoint."""
+        slots = {f"correction/{position}": each.slots for position, each in enumerate(self.updater.corrections)}
+        return {**slots, "publish": self.updater.publish.slots}
+
+    def method_metrics(self) -> dict[str, float]:
+        """Return what corrections, the discount and error feedback tell of themselves, by name."""
+        found = self._error_feedback_by_role()
+        for method in (*self.updater.corrections, self.step_size):
+            if isinstance(method, Measured):
+                found |= method.metrics()
+        return found
+
+    def _error_feedback_by_role(self) -> dict[str, float]:
+        """Return the mean coefficient by role, where error feedback sets it itself."""
+        coefficients = self.updater.publish.coefficients()
+        if not coefficients:
+            return {}
+        by_role: dict[str, list[float]] = {}
+        for name, value in zip(coefficients, torch.stack(list(coefficients.values())).tolist(), strict=True):
+            by_role.setdefault(f"error_feedback/{role(name)}", []).append(value)
+        return {kind: sum(held) / len(held) for kind, held in by_role.items()}
 
     def restore(self, state: StateReader) -> None:
         """Take the parts of a saved state that this rank holds."""
@@ -182,28 +218,77 @@ class StageParts:
         }
         for optimizer in updater.optimizers.values():
             import_state(optimizer, optim_state)
-        for position, correction in enumerate(updater.corrections):
-            for slot, held in correction.slots.items():
-                prefix = f"correction/{position}/{slot}/"
-                names = [n for n in updater.masters if prefix + n in state.tensor_names]
-                held |= {n: state.tensor(prefix + n).to(updater.masters[n].device) for n in names}
+        for prefix, slots in self._slots().items():
+            restore_slots(prefix, slots, state, updater.masters)
         updater.load_state_dict(state.scalars["updater"])
+        if state.scalars.get("step_size"):  # absent in a checkpoint of an older version
+            self.step_size.load_state_dict(state.scalars["step_size"])
+
+
+def sum_by_parameter(
+    sums: Mapping[str, Tensor], names: Iterable[str], *, tied_pair: tuple[str, str] | None
+) -> dict[str, Tensor | None]:
+    """Turn gradients by leaf name into gradients by parameter name.
+
+    Args:
+        sums: By leaf name.
+        names: Parameters wanted.
+        tied_pair: Leaf names of a tied embedding and head, whose gradients are added, embedding first.
+    """
+    gradients = {name: sums.get(name) for name in names}
+    if tied_pair is not None and tied_pair[1] in sums:
+        embedding, head = tied_pair
+        held = gradients[embedding]
+        gradients[embedding] = sums[head] if held is None else held + sums[head]
+    return gradients
+
+
+def scheduled_rate(optimizers: Mapping[str, torch.optim.Optimizer], factor: Callable[[int], float]) -> Rate:
+    """Return the rate of a parameter at an update, as the schedule has it.
+
+    Args:
+        optimizers: Whose groups hold ``param_names`` and ``initial_lr``.
+        factor: Rate of an update (from 1) as a fraction of the peak.
+    """
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+    peaks = {name: float(group["initial_lr"]) for group in groups for name in group["param_names"]}
+    return lambda name, update: peaks[name] * factor(update)
+
+
+def slot_tensors(prefix: str, slots: Slots, *, names: Container[str] | None = None) -> dict[str, Tensor]:
+    """Return slots as tensors by path.
+
+    Args:
+        prefix: Begins the paths.
+        slots: By slot and parameter name.
+        names: Parameters to take; ``None``: all.
+    """
+    return {
+        f"{prefix}/{slot}/{name}": tensor
+        for slot, held in slots.items()
+        for name, tensor in held.items()
+        if names is None or name in names
+    }
+
+
+def restore_slots(prefix: str, slots: Slots, state: StateReader, masters: Mapping[str, Tensor]) -> None:
+    """Fill slots with what :func:`slot_tensors` gave of the parameters held here."""
+    for slot, held in slots.items():
+        begin = f"{prefix}/{slot}/"
+        names = [name for name in masters if begin + name in state.tensor_names]
+        held |= {name: state.tensor(begin + name).to(masters[name].device) for name in names}
 
 
 def publish_method(config: Config, optimizers: Mapping[str, torch.optim.Optimizer]) -> PublishMethod:
     """Return the publish method that the settings name.
 
     Raises:
-        ConfigError: Two methods are named, or the optimizer lacks what a prediction reads.
+        ConfigError: Settings make no sense together, or the optimizer lacks what a prediction reads.
     """
+    check_pairs(config)
     staleness = config.staleness
-    method = build_publish_method(staleness.error_feedback)
+    method = _error_feedback(staleness.error_feedback, delay=staleness.delay or 0)
     if staleness.prediction != "none":
-        if staleness.error_feedback:
-            raise ConfigError(
-                f"staleness.prediction is '{staleness.prediction}' and staleness.error_feedback is "
-                f"{staleness.error_feedback}; both say what is published. Leave one out."
-            )
         num_steps = staleness.prediction_steps or float(staleness.delay or 0)
         method = WeightPrediction(staleness.prediction, num_steps=num_steps, optimizers=optimizers)
     if method.changes_weights and (staleness.sync_until_step or staleness.sync_from_step):
@@ -211,6 +296,13 @@ def publish_method(config: Config, optimizers: Mapping[str, torch.optim.Optimize
         last = staleness.sync_from_step - 2 if staleness.sync_from_step else None
         return Windowed(method, first=staleness.sync_until_step + 1, last=last)
     return method
+
+
+def _error_feedback(coefficient: Coefficient, *, delay: int) -> PublishMethod:
+    if coefficient != "auto":
+        return build_publish_method(coefficient)
+    # What is not delayed has nothing to foretell.
+    return AutoErrorFeedback(delay=delay) if delay else PublishMasters()
 
 
 def _read_optim_tensor(state: StateReader, name: str, path: str) -> Tensor:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from slipstream import __version__
-from slipstream.bench.settings import BenchPipelineConfig
+from slipstream.bench.settings import BenchExchangeConfig, BenchPipelineConfig
 from slipstream.config import Config, load_toml, to_toml
 from slipstream.errors import ConfigError, SlipstreamError, nearest
+from slipstream.plan.fleet import FleetConfig
 from slipstream.plan.simulate import SimulateConfig, build_timeline, run_simulate
 from slipstream.plan.stability import StabilityConfig, run_stability, stability_text
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.data import TokenizerInfo
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -51,6 +54,10 @@ class TrainArgs(ConfigArgs):
     """Settings that a resumed run may change although they change what is trained."""
     beside: str = ""
     """Run directory of a finished run to print this one's summary beside."""
+    init_from: str = ""
+    """Run directory whose weights (y of its newest checkpoint) to begin with, and whose model settings to take."""
+    init_from_hf: str = ""
+    """Model folder in the layout of the Hugging Face hub to begin with; its model settings are taken."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +75,8 @@ class PrepareArgs:
     """Folder to make; must not exist or be empty."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """`bytes`, or `bpe` (trained on the training split)."""
+    tokenizer_from: Path | None = None
+    """Model folder or prepared data whose tokenizer to use instead."""
     vocab_size: int = 4096
     """Tokens of a `bpe` tokenizer."""
     text_field: str = "text"
@@ -103,8 +112,28 @@ class SimulateArgs(SimulateConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateAsyncDpArgs(FleetConfig):
+    """Simulate asynchronous data parallelism without computing anything: throughput, staleness and server load.
+
+    The protocol, the batches and the ledger are those of a real run. Beside it stands synchronous training on the same
+    workers. Links and server cost nothing unless --link-gbps or --server-ms say so.
+    """
+
+    json: Flag = False
+    """Print the figures as JSON, and no bars."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchPipelineArgs(BenchPipelineConfig):
     """Time pipeline schedules, ours and those of torch.distributed.pipelining, on one model in alternation."""
+
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchExchangeArgs(BenchExchangeConfig):
+    """Time how weights and gradients pass between the server and worker processes, beside a plain copy of memory."""
 
     json: Flag = False
     """Print JSON."""
@@ -150,6 +179,69 @@ class CompareArgs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportHfArgs:
+    """Write a run's newest checkpoint as a folder that Hugging Face transformers reads.
+
+    With transformers installed the folder is loaded again and the largest difference of logits is printed.
+    """
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run directory."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder to make; must not exist."""
+    weights: Literal["x", "y"] = "x"
+    """`x`, which the run was trained on, or `y`, the optimizer's own."""
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalArgs:
+    """Evaluate a run or a model folder: hellaswag, mmlu (5 examples), blimp, or perplexity of texts."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|HF_DIR")]
+    """Run directory, or folder in the layout of the Hugging Face hub."""
+    task: Literal["hellaswag", "mmlu", "blimp", "perplexity"]
+    """What to evaluate."""
+    file: str
+    """File of the task, a folder of files or a tar archive; for perplexity text, or JSON lines."""
+    limit: int | None = None
+    """Most items; of several files one from each in turn."""
+    weights: Literal["x", "y"] = "x"
+    """Of a run: `x`, which it was trained on, or `y`, the optimizer's own."""
+    max_length: int | None = None
+    """Most tokens the model sees at once; none: the length it was trained on."""
+    text_field: str = "text"
+    """With perplexity: field of a JSON record that holds the text."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateArgs:
+    """Continue a text with a run or a model folder."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|HF_DIR")]
+    """Run directory, or folder in the layout of the Hugging Face hub."""
+    prompt: str = ""
+    """Text to continue; empty: the beginning of a document."""
+    max_new_tokens: int = 200
+    """Tokens to write at most."""
+    temperature: float = 0.0
+    """Logits are divided by it before a token is drawn; 0: always the likeliest token."""
+    seed: int = 0
+    """Seed of the draws."""
+    weights: Literal["x", "y"] = "x"
+    """Of a run: `x`, which it was trained on, or `y`, the optimizer's own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
+    json: Flag = False
+    """Print JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorArgs:
     """Say what this machine offers and whether everything needed is there."""
 
@@ -169,11 +261,32 @@ def train(argv: Sequence[str]) -> int:
     other = _read_summary(args.beside) if args.beside else None
     reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps)
     summary = launch(
-        config, reporter=reporter, resume=args.resume, overwrite=args.overwrite, allow_change=args.allow_change
+        config,
+        reporter=reporter,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        allow_change=args.allow_change,
+        init_from=_origin(args),
     )
     if summary is not None:
         print(_summary_table(summary, other, run_dir=config.run_dir))
     return 0
+
+
+def _origin(args: TrainArgs) -> str:
+    """Return what a new run takes its weights from, if anything.
+
+    Raises:
+        ConfigError: Two are named, or one is not of the kind its flag says.
+    """
+    if args.init_from and args.init_from_hf:
+        raise ConfigError("--init-from and --init-from-hf exclude each other: give one model to begin with.")
+    is_run = bool(args.init_from)
+    path = Path(args.init_from or args.init_from_hf)
+    if path != Path() and (path / "config.toml").is_file() != is_run:
+        kind, other = ("run directory", "--init-from-hf") if is_run else ("model folder", "--init-from")
+        raise ConfigError(f"{path} is no {kind}. Give one, or use {other}.")
+    return args.init_from or args.init_from_hf
 
 
 def config_show(argv: Sequence[str]) -> int:
@@ -185,12 +298,13 @@ def config_show(argv: Sequence[str]) -> int:
 def data_prepare(argv: Sequence[str]) -> int:
     """Turn text files into token shards."""
     from slipstream.data import prepare
+    from slipstream.data.hub_tokenizer import open_hub_tokenizer
 
     args = tyro.cli(PrepareArgs, args=argv, prog="slipstream data prepare")
     manifest = prepare(
         [str(source) for source in args.sources],
         args.out,
-        tokenizer=args.tokenizer,
+        tokenizer=args.tokenizer if args.tokenizer_from is None else open_hub_tokenizer(args.tokenizer_from),
         vocab_size=args.vocab_size,
         text_field=args.text_field,
         split_key=args.split_key,
@@ -278,6 +392,27 @@ def bench_pipeline(argv: Sequence[str]) -> int:
     return 0
 
 
+def bench_exchange(argv: Sequence[str]) -> int:
+    """Time pushes and pulls of worker processes beside a plain copy of memory."""
+    args = tyro.cli(BenchExchangeArgs, args=argv, prog="slipstream bench exchange")
+    from slipstream.bench.exchange import exchange_text, run_bench_exchange
+
+    result = run_bench_exchange(args, note=lambda text: print(text, file=sys.stderr))
+    print(json.dumps(result, indent=1) if args.json else exchange_text(result))
+    return 0
+
+
+def simulate_async_dp(argv: Sequence[str]) -> int:
+    """Simulate asynchronous data parallelism, 8 to 4,096 workers, on paper."""
+    from slipstream.plan.async_dp_text import async_dp_text
+    from slipstream.plan.simulate_async_dp import simulate_async_dp
+
+    args = tyro.cli(SimulateAsyncDpArgs, args=argv, prog="slipstream simulate async-dp")
+    found = simulate_async_dp(args)
+    print(json.dumps(found, indent=1) if args.json else async_dp_text(found))
+    return 0
+
+
 def stability(argv: Sequence[str]) -> int:
     """Largest stable learning rate x curvature under delay; with --probe, that of a run."""
     args = tyro.cli(StabilityArgs, args=argv, prog="slipstream stability")
@@ -314,6 +449,68 @@ def compare(argv: Sequence[str]) -> int:
     return 1 if result.has_crashed else 0
 
 
+def export_hf(argv: Sequence[str]) -> int:
+    """Write a run as a folder that Hugging Face transformers reads."""
+    args = tyro.cli(ExportHfArgs, args=argv, prog="slipstream export hf")
+    from slipstream.train.export import export_hub
+
+    export = export_hub(args.run, args.out, weights=args.weights)
+    if args.json:
+        found = {"out": str(export.folder), "step": export.step, "weights": args.weights, "files": export.files}
+        print(json.dumps({**found, "max_abs_logit_difference": export.max_abs_logit_difference}, indent=1))
+        return 0
+    print(f"{export.folder}: weights {args.weights} of step {export.step}; {', '.join(export.files)}")
+    if export.max_abs_logit_difference is None:
+        print("not checked against transformers, which is not installed: pip install 'slipstream[hf]'")
+    else:
+        print(f"loaded with transformers: largest logit difference {export.max_abs_logit_difference:.3g}")
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Evaluate a run or a model folder on a task's file."""
+    args = tyro.cli(EvalArgs, args=argv, prog="slipstream eval")
+    from slipstream.evaluation.scoring import Scorer
+    from slipstream.evaluation.tasks import run_task
+    from slipstream.train.trained import open_trained
+
+    model = open_trained(args.model, weights=args.weights)
+    scorer = Scorer(model, device=_device(args.device), max_length=args.max_length)
+    found = run_task(scorer, args.task, args.file, limit=args.limit, text_field=args.text_field)
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name:<{width}}  {value if isinstance(value, int) else f'{value:.5g}'}")
+    return 0
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Continue a text with a run or a model folder."""
+    args = tyro.cli(GenerateArgs, args=argv, prog="slipstream generate")
+    from slipstream.evaluation.generation import generate
+    from slipstream.train.trained import open_trained
+
+    written = generate(
+        open_trained(args.model, weights=args.weights),
+        args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        device=_device(args.device),
+    )
+    print(json.dumps(written._asdict(), indent=1) if args.json else args.prompt + written.text)
+    return 0
+
+
+def _device(name: Literal["auto", "cpu", "cuda"]) -> "torch.device":
+    from slipstream.config import TrainConfig
+    from slipstream.train.rank import choose_device
+
+    return choose_device(Config(train=TrainConfig(device=name)))
+
+
 def doctor(argv: Sequence[str]) -> int:
     """Say what this machine offers."""
     from slipstream.doctor import examine
@@ -339,9 +536,14 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "data inspect": data_inspect,
     "config show": config_show,
     "simulate": simulate,
+    "simulate async-dp": simulate_async_dp,
     "stability": stability,
     "bench pipeline": bench_pipeline,
+    "bench exchange": bench_exchange,
     "compare": compare,
+    "eval": evaluate,
+    "generate": generate,
+    "export hf": export_hf,
     "doctor": doctor,
 }
 
@@ -428,6 +630,7 @@ def _summary_table(summary: Summary, other: Summary | None, *, run_dir: str) -> 
         ("bits per byte", [f"{run['val_bits_per_byte']:.4f}" for run in runs]),
         ("tokens per second", [f"{run['tokens_per_s']:.0f}" for run in runs]),
         ("staleness, mean / max", [f"{run['staleness_mean']:.3f} / {run['staleness_max']}" for run in runs]),
+        *_share_row(runs),
         ("bubble fraction", [f"{run['bubble_fraction']:.1%}" for run in runs]),
         ("weights sha256", [run["weights_sha256"][: 64 if other is None else 16] for run in runs]),
     ]
@@ -442,9 +645,18 @@ def _summary_table(summary: Summary, other: Summary | None, *, run_dir: str) -> 
     return "\n".join([*lines, f"{'run directory':<{name_width}}  {run_dir}"])
 
 
+def _share_row(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    if all("throughput_share" not in run for run in runs):
+        return []
+    shares = [f"{run['throughput_share']:.1%}" if "throughput_share" in run else "-" for run in runs]
+    return [("of the workers' own speeds", shares)]
+
+
 def _executor_text(summary: Summary) -> str:
     if summary["executor"] == "single":
         return f"single, delay {summary['delay']}"
+    if summary["executor"] == "dataparallel":
+        return f"{summary['num_workers']} workers, {summary['mode']}, {summary['engine']}"
     return f"{summary['num_stages']} stages, {summary['pipeline_schedule']}"
 
 

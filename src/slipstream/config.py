@@ -10,7 +10,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,9 +58,31 @@ Table = Annotated[
 ]
 """Arguments of something that is not ours to list."""
 
-Executor = Literal["single", "pipeline"]
+
+def _parse_numbers(words: list[str]) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for word in words for part in word.split(",") if part)
+    except ValueError:
+        raise ValueError(f"{' '.join(words)!r} is not a list of numbers such as 1,1,0.25") from None
+
+
+Numbers = Annotated[
+    tuple[float, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="1,1,0.25",
+        instance_from_str=_parse_numbers,
+        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(item, float | int) for item in value),
+        str_from_instance=lambda value: [",".join(f"{item:g}" for item in value)] if value else [],
+    ),
+]
+"""Numbers with commas or spaces between them."""
+
+Executor = Literal["single", "pipeline", "dataparallel"]
+Engine = Literal["inline", "process", "ray"]
 PipelineSchedule = Literal["two_bw", "one_f_one_b", "gpipe", "interleaved"]
 LrSchedule = Literal["cosine", "linear", "constant"]
+Coefficient = float | Literal["auto"]
 
 SCHEDULE_DELAY: dict[str, int] = {"two_bw": 1, "one_f_one_b": 0, "gpipe": 0, "interleaved": 0}
 """Staleness that each pipeline schedule gives every gradient after the first."""
@@ -90,10 +112,30 @@ class ModelConfig:
     """Query heads; must divide dim."""
     num_kv_heads: int = 2
     """Key and value heads; must divide num_heads."""
+    head_dim: int = 0
+    """Channels of a head; 0: dim / num_heads."""
+    qk_norm: Switch = False
+    """Norm each head's queries and keys before they are turned by their positions, as Qwen3 does."""
     ffn_dim: int = 352
     """Inner width of the SwiGLU feed-forward."""
+    num_experts: int = 0
+    """Experts of a layer, of which each token takes `experts_per_token`; 0: one feed-forward for all tokens."""
+    experts_per_token: int = 2
+    """Experts that each token goes through (with experts)."""
+    expert_ffn_dim: int = 0
+    """Inner width of an expert (with experts); 0: ffn_dim."""
+    num_shared_experts: int = 0
+    """Further experts that every token goes through, kept as one feed-forward so many times as wide (with experts)."""
+    num_dense_layers: int = 0
+    """First layers that keep one feed-forward of ffn_dim for all tokens (with experts)."""
+    router_renormalize: Switch = True
+    """Divide the weights of the chosen experts by their sum (with experts)."""
+    router_aux_loss: float = 0.01
+    """Coefficient of the loss that balances the experts' loads (with experts)."""
+    router_z_loss: float = 0.0
+    """Coefficient of the loss that keeps the router's scores small (with experts)."""
     vocab_size: int = 0
-    """Rows of the embedding; 0: the tokenizer's."""
+    """Rows of the embedding, at least the tokenizer's tokens; 0: as many."""
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies."""
     norm_eps: float = 1e-5
@@ -140,14 +182,38 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AgcConfig:
+    """The adaptive gradient compensator (staleness.correction `agc`, and its control `agc_damping`)."""
+
+    groups: Literal["role_depth", "global"] = "role_depth"
+    """Parameters that share a curvature: those of a role in the same blocks, or all."""
+    blocks_per_group: int = 1
+    """Blocks that a group of role_depth covers."""
+    curvature: Literal["secant_group", "secant_diag", "fisher", "fisher_root"] = "secant_group"
+    """One number a group; element by element (parameter server with probes); or the mean square of the gradient, or
+    its root, with one scale a group."""
+    displacement: Literal["exact", "ema"] = "exact"
+    """How far the weights moved since they were read: as they are, or a mean step times the staleness."""
+    decay: float = 0.99
+    """Weight of the past in every average."""
+    min_pairs: int = 200
+    """Pairs of gradients a group needs before it is corrected; the learning-rate warm-up must be over, too."""
+    ramp_steps: int = 500
+    """Updates over which the correction rises to its full size."""
+    trust_radius: float = 0.5
+    """Largest correction of a group as a fraction of its gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StalenessConfig:
     """How stale gradients are, and what is done about it."""
 
     delay: int | None = None
     """Updates between the weights a batch reads and the newest; none: what the pipeline schedule gives, and 0
     for the executor `single`."""
-    error_feedback: float = 0.0
-    """Coefficient c of update-level error feedback: publish x = y + c (y - y_prev); 0: none."""
+    error_feedback: Coefficient = 0.0
+    """Coefficient c of update-level error feedback: publish x = y + c (y - y_prev); 0: none; `auto`: found while
+    training, for each parameter."""
     delay_weights: tuple[float, ...] = ()
     """Relative probabilities of a delay of 0, 1, 2, ...: each batch draws its own (executor `single`)."""
     delay_replay: str = ""
@@ -158,6 +224,9 @@ class StalenessConfig:
     """Delay only parameters of these roles, or, with `not` first, all others (executor `single`)."""
     delay_blocks: tuple[int, ...] = ()
     """Delay only parameters of the blocks from the first of these two numbers to before the second (`single`)."""
+    backward_weights: Literal["read", "newest", "pipemare"] = "read"
+    """Weights that the backward multiplies by: those that the forward read, the newest, or the newest led back by
+    PipeMare's T2 (executor `single`)."""
     sync_until_step: int = 0
     """Updates without delay at the start; error feedback begins after them (executor `single`)."""
     sync_from_step: int = 0
@@ -166,14 +235,19 @@ class StalenessConfig:
     """Publish weights predicted from the optimizer's momentum, in place of error feedback."""
     prediction_steps: float = 0.0
     """Updates to predict ahead; 0: the delay."""
-    correction: Literal["none", "dc_asgd", "dc_asgd_adaptive", "gap_aware", "gradient_feedback"] = "none"
+    correction: Literal[
+        "none", "dc_asgd", "dc_asgd_adaptive", "gap_aware", "gradient_feedback", "agc", "agc_damping"
+    ] = "none"
     """What is done to a stale gradient."""
     correction_strength: float = 0.0
     """lambda of dc_asgd and dc_asgd_adaptive, c of gradient_feedback."""
-    lr_discount: Literal["none", "inverse_staleness", "pipemare"] = "none"
+    agc: AgcConfig = dataclasses.field(default_factory=AgcConfig)
+    lr_discount: Literal["none", "inverse_staleness", "pipemare", "aalr"] = "none"
     """Factor on the learning rate by staleness."""
     lr_discount_steps: int = 0
     """Updates until pipemare uses the whole rate."""
+    aalr_threshold: Coefficient = "auto"
+    """Mean staleness above which aalr cuts the rate; auto: 1.5 times what the gradients in flight must give."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +264,40 @@ class PipelineConfig:
     """Further microbatches started ahead, to hide message latency (schedule `two_bw`)."""
     timeout_s: float = 120.0
     """Seconds without progress after which a blocked run ends with the name of the blocked action."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataParallelConfig:
+    """Workers that train one model at their own speeds (executor `dataparallel`).
+
+    A step is always of the tokens of pipeline.num_microbatches microbatches, whoever computes them.
+    """
+
+    num_workers: int = 0
+    """Workers; 0: one for each of emulate_speeds, and 2 without them."""
+    mode: Literal["async", "sync"] = "async"
+    """`async`: nobody waits. `sync`: all gradients are averaged at every step, in equal shares, and everyone waits for
+    the slowest."""
+    pushes_per_step: int = 0
+    """Gradients that make a step; 0: as many as there are workers, which is safe. 1: the least stale weights, and
+    steps of one worker's gradient each."""
+    dynamic_batches: Switch = True
+    """Give faster workers more microbatches, so that all cycles take the same time (mode `async`)."""
+    min_microbatches: int = 1
+    """Least microbatches of a worker's gradient."""
+    max_microbatches: int = 0
+    """Most microbatches of a worker's gradient; 0: no limit."""
+    max_staleness: int = 0
+    """A worker waits for new work while taking it could make any gradient staler than this; 0: no bound."""
+    emulate_speeds: Numbers = ()
+    """Speed of each worker relative to the first kind, such as 1,1,1,0.25; none: all alike."""
+    emulate_microbatch_ms: float = 0.0
+    """Compute time of a microbatch at speed 1, at least four times the real one; 0: as long as it takes, and 100 ms of
+    the virtual clock with the engine `inline`."""
+    emulate_jitter: float = 0.0
+    """Standard deviation of the logarithm of each cycle's time."""
+    seed: int = 0
+    """Seed of the jitter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,6 +344,8 @@ class LogConfig:
 
     every_steps: int = 10
     """Updates between lines on a plain terminal or in a file."""
+    trace_steps: int = 0
+    """Steps, from this start on, whose actions trace.json shows for each rank (executor `pipeline`); 0: none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,12 +355,17 @@ class Config:
     run_dir: str = "runs/default"
     """Where config, metrics, evaluations, summary and checkpoints go."""
     executor: Executor = "single"
-    """`single`: one process, any delay. `pipeline`: one rank a stage."""
+    """`single`: one process, any delay. `pipeline`: one rank a stage. `dataparallel`: workers and a parameter
+    server."""
+    engine: Engine = "process"
+    """Where workers live (executor `dataparallel`). `process`: a process each, on this machine. `inline`: in this
+    process, on a virtual clock; the same run, to the bit, every time. `ray`: anywhere in a Ray cluster."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     staleness: StalenessConfig = dataclasses.field(default_factory=StalenessConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    dataparallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
@@ -321,6 +436,16 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
+def coefficient_text(coefficient: Coefficient) -> str:
+    """Return a coefficient of error feedback for people.
+
+    Example:
+        >>> coefficient_text(1.5), coefficient_text("auto")
+        ('1.5', 'auto')
+    """
+    return coefficient if isinstance(coefficient, str) else f"{coefficient:g}"
+
+
 def resolve(config: Config, *, vocab_size: int, cuda: bool) -> Config:
     """Replace every setting that means "what fits" by its value, and check settings against one another.
 
@@ -333,27 +458,47 @@ def resolve(config: Config, *, vocab_size: int, cuda: bool) -> Config:
         ConfigError: A value out of range, or two settings that contradict each other.
     """
     _check_ranges(config)
-    if config.model.vocab_size not in (0, vocab_size):
+    if 0 < config.model.vocab_size < vocab_size:
         raise ConfigError(
             f"model.vocab_size is {config.model.vocab_size}, the data's tokenizer has {vocab_size} tokens. "
-            "Leave model.vocab_size at 0 to take the tokenizer's."
+            "Leave model.vocab_size at 0 to take the tokenizer's; a larger one adds rows that no token uses."
         )
     dtype = config.train.compute_dtype
     resolved_dtype: Literal["float32", "bfloat16"] = dtype if dtype != "auto" else ("bfloat16" if cuda else "float32")
     total = config.optim.lr_total_steps
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        model=dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
         optim=dataclasses.replace(config.optim, lr_total_steps=config.train.num_steps if total is None else total),
         staleness=dataclasses.replace(config.staleness, delay=_resolved_delay(config)),
         train=dataclasses.replace(config.train, compute_dtype=resolved_dtype),
+        dataparallel=dataclasses.replace(config.dataparallel, num_workers=_resolved_workers(config)),
     )
+
+
+def _resolved_workers(config: Config) -> int:
+    speeds, given = config.dataparallel.emulate_speeds, config.dataparallel.num_workers
+    if config.executor != "dataparallel":
+        return given
+    if speeds and given and len(speeds) != given:
+        raise ConfigError(
+            f"dataparallel.num_workers is {given}, but dataparallel.emulate_speeds has {len(speeds)} speeds. Give a "
+            "speed for each worker, or leave num_workers at 0."
+        )
+    return given or len(speeds) or 2
 
 
 def _resolved_delay(config: Config) -> int:
     given = config.staleness.delay
     if config.executor == "single":
         return given or 0
+    if config.executor == "dataparallel":
+        if given:
+            raise ConfigError(
+                f"staleness.delay is {given}, but with the executor 'dataparallel' the workers' speeds say how stale a "
+                "gradient is. Leave staleness.delay out, or use --executor single."
+            )
+        return 0
     schedule = config.pipeline.pipeline_schedule
     implied = SCHEDULE_DELAY[schedule]
     if given not in (None, implied):
@@ -376,12 +521,24 @@ def _check_ranges(config: Config) -> None:
         "evaluate.num_sequences": config.evaluate.num_sequences,
         "checkpoint.keep_last": config.checkpoint.keep_last,
         "log.every_steps": config.log.every_steps,
+        "staleness.agc.blocks_per_group": config.staleness.agc.blocks_per_group,
+        "dataparallel.min_microbatches": config.dataparallel.min_microbatches,
     }
     not_negative = {
         "staleness.delay": config.staleness.delay or 0,
+        "staleness.agc.min_pairs": config.staleness.agc.min_pairs,
+        "staleness.agc.ramp_steps": config.staleness.agc.ramp_steps,
+        "staleness.agc.trust_radius": config.staleness.agc.trust_radius,
         "pipeline.num_extra_in_flight": config.pipeline.num_extra_in_flight,
         "evaluate.every_steps": config.evaluate.every_steps,
         "checkpoint.every_steps": config.checkpoint.every_steps,
+        "log.trace_steps": config.log.trace_steps,
+        "dataparallel.num_workers": config.dataparallel.num_workers,
+        "dataparallel.pushes_per_step": config.dataparallel.pushes_per_step,
+        "dataparallel.max_microbatches": config.dataparallel.max_microbatches,
+        "dataparallel.max_staleness": config.dataparallel.max_staleness,
+        "dataparallel.emulate_microbatch_ms": config.dataparallel.emulate_microbatch_ms,
+        "dataparallel.emulate_jitter": config.dataparallel.emulate_jitter,
         "train.max_skipped_steps": config.train.max_skipped_steps,
         "optim.max_grad_norm": config.optim.max_grad_norm,
     }
@@ -391,8 +548,9 @@ def _check_ranges(config: Config) -> None:
                 raise ConfigError(f"{name} is {value}; it must be {bound} or more.")
     if not config.pipeline.timeout_s > 0:
         raise ConfigError(f"pipeline.timeout_s is {config.pipeline.timeout_s}; it must be more than 0 seconds.")
-    if not math.isfinite(config.staleness.error_feedback):
-        raise ConfigError(f"staleness.error_feedback is {config.staleness.error_feedback}; give a finite number.")
+    coefficient = config.staleness.error_feedback
+    if coefficient != "auto" and not math.isfinite(coefficient):
+        raise ConfigError(f"staleness.error_feedback is {coefficient}; give a finite number, or auto.")
 
 
 SINGLE_ONLY = (
@@ -401,6 +559,7 @@ SINGLE_ONLY = (
     "delay_stages",
     "delay_roles",
     "delay_blocks",
+    "backward_weights",
     "sync_until_step",
     "sync_from_step",
 )
@@ -409,12 +568,15 @@ SINGLE_ONLY = (
 FREE_TO_CHANGE = (
     "run_dir",
     "executor",
+    "engine",
     "data.path",
     "model.activation_checkpointing",
     "pipeline.num_stages",
     "pipeline.pipeline_schedule",
     "pipeline.num_extra_in_flight",
     "pipeline.timeout_s",
+    "dataparallel.num_workers",
+    "dataparallel.emulate_",
     "train.num_steps",
     "train.device",
     "train.threads_per_rank",
@@ -470,8 +632,8 @@ def _build(cls: type, table: Any, *, source: str, prefix: str) -> Any:
     return cls(**values)
 
 
-def _checked(value: Any, hint: Any, *, where: str) -> Any:
-    """Return ``value`` as the type ``hint``, or say what is allowed."""
+def _checked(value: Any, hint: Any, *, where: str, words: Sequence[str] = ()) -> Any:
+    """Return ``value`` as the type ``hint``, or say what is allowed; ``words`` would have been as well."""
     origin = typing.get_origin(hint)
     if origin is Literal:
         choices = typing.get_args(hint)
@@ -480,11 +642,14 @@ def _checked(value: Any, hint: Any, *, where: str) -> Any:
                 f"{where} is {value!r}.{nearest(str(value), choices)} Allowed: {', '.join(map(repr, choices))}."
             )
         return value
-    if origin is types.UnionType:
-        if value is None:
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in typing.get_args(hint):
             return None
-        (inner,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
-        return _checked(value, inner, where=where)
+        words = [word for arg in typing.get_args(hint) for word in typing.get_args(arg)]
+        if value in words:
+            return value
+        (inner,) = (arg for arg in typing.get_args(hint) if isinstance(arg, type) and arg is not types.NoneType)
+        return _checked(value, inner, where=where, words=words)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if origin is tuple:
@@ -495,7 +660,8 @@ def _checked(value: Any, hint: Any, *, where: str) -> Any:
         )
     expected = origin or hint
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise ConfigError(f"{where} must be {_plain_name(expected)}, given {value!r}.")
+        allowed = " or ".join([_plain_name(expected), *map(repr, words)])
+        raise ConfigError(f"{where} must be {allowed}, given {value!r}.")
     return dict(value) if expected is dict else value
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from slipstream.data.loader import Batch
+from slipstream.models.moe import RouterReport
 
 Point = Literal["x", "y"]
 """Which weights: ``x`` published and trained on, ``y`` the optimizer's own."""
@@ -24,12 +25,17 @@ class StepReport:
         loss: Mean loss of the batch over its valid tokens, in nats, on the weights it read.
         grad_norm: Global gradient norm before clipping.
         lr: Peak learning rate times the schedule's factor, as used.
-        staleness: Versions between the weights read and the newest when the update was made.
+        staleness: Versions between the weights read and the newest when the update was made; the largest, where
+            several gradients made the update.
         num_tokens: Valid target tokens of the batch.
         skipped: The gradient was not finite and the weights stayed.
         idle_s: Seconds that ranks waited for one another since the report before, summed over ranks.
         num_ranks: Ranks that ``idle_s`` is summed over.
         stop: Every rank ends after this step, because one of them asked for it.
+        method_metrics: What corrections and discounts tell of themselves, by name; not in a pipeline either.
+        staleness_mean: Mean over the gradients of the update; ``None``: there was one.
+        step_s: Seconds since the update before, by a clock of the executor's own; ``None``: the wall's.
+        router: What the router of each layer with experts did in the batch, in the order of layers.
     """
 
     step: int
@@ -42,6 +48,10 @@ class StepReport:
     idle_s: float = 0.0
     num_ranks: int = 1
     stop: bool = False
+    method_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    staleness_mean: float | None = None
+    step_s: float | None = None
+    router: tuple[RouterReport, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,3 +127,6 @@ class Executor(Protocol):
 
     def restore(self, state: StateReader) -> None:
         """Continue from a saved state."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return what the run's summary holds of this executor beside what all have."""

@@ -83,7 +83,7 @@ class Run:
     """What a run was like. Equality means bitwise equality: floats are compared as they are."""
 
     steps: tuple[tuple[Any, ...], ...]
-    """(step, loss, grad_norm, lr, staleness, num_tokens, skipped) of each update."""
+    """(step, loss, grad_norm, lr, staleness, num_tokens, skipped, router) of each update."""
     losses: tuple[tuple[int, float, float], ...]
     """(step, summed validation loss on x, on y) of each evaluation."""
     weights: str
@@ -108,10 +108,12 @@ def run_executor(executor: Executor, config: Config, *, evaluate_at: tuple[int, 
     return Run(tuple(steps), tuple(losses), combined_digest(executor.snapshot().digests))
 
 
+FACTS = ("step", "loss", "grad_norm", "lr", "staleness", "num_tokens", "skipped", "router")
+
+
 def facts(report: StepReport) -> tuple[Any, ...]:
     """Return what must not depend on the executor."""
-    names = ("step", "loss", "grad_norm", "lr", "staleness", "num_tokens", "skipped")
-    return tuple(getattr(report, name) for name in names)
+    return tuple(getattr(report, name) for name in FACTS)
 
 
 @functools.cache
@@ -127,7 +129,7 @@ def single(config: Config, *, evaluate_at: tuple[int, ...] = (0, 2, 5)) -> Run:
     return _single(json.dumps(dataclasses.asdict(config)), evaluate_at)
 
 
-def pipeline_executor(rank: Rank, config: Config, *, record: bool = False, jitter_s: float = 0.0) -> PipelineExecutor:
+def pipeline_executor(rank: Rank, config: Config, *, record_steps: int = 0, jitter_s: float = 0.0) -> PipelineExecutor:
     """Build one rank's executor; with jitter every action begins late by a time of its own."""
     source = functools.partial(batch_of, config)
     rng = random.Random(rank.rank)
@@ -137,7 +139,7 @@ def pipeline_executor(rank: Rank, config: Config, *, record: bool = False, jitte
         if jitter_s:
             time.sleep(rng.choice((0.0, 0.0, jitter_s)))
 
-    return PipelineExecutor(config, source, transport=rank.transport, note=note, record=record)
+    return PipelineExecutor(config, source, transport=rank.transport, note=note, record_steps=record_steps)
 
 
 def on_rank(

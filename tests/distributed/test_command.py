@@ -1,6 +1,7 @@
 """The command as it is typed, in processes of its own: signals, deaths, and ranks that torchrun started."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from tests.distributed.harness import run_config
 from tests.distributed.pool import ROOT
 
 from slipstream.config import to_toml
+from slipstream.pipeline.runtime import pipeline_spec
+from slipstream.pipeline.schedules import stream
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
@@ -119,6 +122,7 @@ def test_a_rank_is_killed_then_the_command_then_all_goes_on(tmp_path):
 def test_torchrun_starts_the_same_run(tmp_path):
     """The command is unchanged, and so are the weights."""
     table = {"pipeline": {"num_stages": 2}, "train": {"num_steps": 4}, "checkpoint": {"every_steps": 1}}
+    table |= {"log": {"trace_steps": 2}}
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     with Command(tmp_path, launcher=launcher, **table) as command:
         command.wait_until(lambda: (command.run_dir / "summary.json").exists())
@@ -129,3 +133,17 @@ def test_torchrun_starts_the_same_run(tmp_path):
         assert found[key] == expected[key], key
     assert len(read_json_lines(command.run_dir / "metrics.jsonl")) == 4
     assert command.output.count("validation loss, after") == 1, "only rank 0 speaks"
+    spec = pipeline_spec(settings(tmp_path, **table))
+    for rank in range(2):
+        whole = [str(action) for action in stream(spec, rank=rank, first_batch=0, num_batches=4)]
+        second_step = [place for place, text in enumerate(whole) if text.startswith(f"{rank}O")][1]
+        assert traced(command.run_dir / "trace.json", rank) == whole[: second_step + 1]
+
+
+def traced(path, rank):
+    """Return a rank's actions by their begin, none of which lies within another."""
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if (each["ph"], each["pid"]) == ("X", rank)]
+    events.sort(key=lambda event: event["ts"])
+    for earlier, later in itertools.pairwise(events):
+        assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1.0
+    return [event["name"] for event in events]

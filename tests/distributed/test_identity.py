@@ -44,18 +44,80 @@ def test_two_bw_is_a_delay_of_one(num_stages, rule, feedback, tied, hard):
     assert [step[4] for step in expected.steps] == [0, 1, 1, 1, 1]
 
 
+# Two layers of experts on two stages at p = 4, and experts that get no token in some batch.
+EXPERTS = {
+    "num_experts": 24,
+    "experts_per_token": 2,
+    "expert_ffn_dim": 12,
+    "num_shared_experts": 1,
+    "num_dense_layers": 2,
+    "router_aux_loss": 0.1,
+    "router_z_loss": 0.01,
+}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("rule", "feedback", "hard"), [("adamw", 0, True), ("adamw", 1, False), ("muon", 0, False), ("muon", 1, True)]
+)
+def test_experts_and_what_their_routers_report(num_stages, rule, feedback, hard):
+    config = settings(
+        optim={"name": rule},
+        staleness={"delay": 1, "error_feedback": float(feedback)},
+        model=EXPERTS | (HARD if hard else {}),
+    )
+    expected = single(config)
+    assert on_pipeline(as_pipeline(config, num_stages)) == expected
+    routers = [report for step in expected.steps for report in step[7]]
+    assert len(routers) == 2 * len(expected.steps)
+    assert min(report.load_min for report in routers) == 0
+    assert all(report.aux_loss > 0 for report in routers)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "layers"), [("one_f_one_b", 2, 4), ("one_f_one_b", 4, 4), ("interleaved", 2, 5)]
+)
+def test_experts_on_a_flushing_schedule_are_no_delay(schedule, num_stages, layers):
+    config = settings(optim={"name": "muon"}, staleness={"delay": 0}, model=HARD | EXPERTS | {"num_layers": layers})
+    assert on_pipeline(as_pipeline(config, num_stages, schedule)) == single(config)
+
+
+def test_experts_in_bfloat16():
+    config = settings(
+        optim={"name": "muon"},
+        staleness={"delay": 1, "error_feedback": 1.0},
+        model=HARD | EXPERTS,
+        train={"compute_dtype": "bfloat16"},
+    )
+    assert on_pipeline(as_pipeline(config, 4)) == single(config)
+
+
+@pytest.mark.parametrize("coefficient", ["router_aux_loss", "router_z_loss"])
+def test_both_auxiliary_losses_are_in_what_is_compared(coefficient):
+    with_both, without = (
+        single(settings(staleness={"delay": 1}, model=EXPERTS | change)) for change in ({}, {coefficient: 0.0})
+    )
+    assert with_both.steps[0][1] == without.steps[0][1]
+    assert with_both.steps[0][2] != without.steps[0][2]
+
+
 def test_the_bound_on_the_norm_is_met_and_passed():
     norms = [step[2] for step in single(settings(staleness={"delay": 1})).steps]
     assert min(norms) < settings().optim.max_grad_norm < max(norms)
 
 
 MOMENTUM = {"name": "torch.optim.SGD", "args": {"momentum": 0.9}}
+AGC = {"min_pairs": 2, "ramp_steps": 0}
 REMEDIES = [
     ({"prediction": "spectrain"}, MOMENTUM),
     ({"prediction": "xpipe"}, {}),
     ({"correction": "dc_asgd", "correction_strength": 0.5}, {}),
     ({"correction": "dc_asgd_adaptive", "correction_strength": 0.5}, {}),
     ({"correction": "gap_aware"}, {}),
+    ({"correction": "agc", "agc": AGC}, {}),
+    ({"correction": "agc", "agc": AGC | {"curvature": "fisher_root", "displacement": "ema"}}, {"name": "muon"}),
+    ({"correction": "agc_damping", "agc": AGC}, {}),
+    ({"lr_discount": "aalr", "aalr_threshold": 0.5}, {}),
     ({"correction": "gradient_feedback", "correction_strength": 0.5, "error_feedback": 1.0}, {}),
 ]
 
@@ -101,7 +163,9 @@ def test_odd_sizes(num_stages, num_microbatches, extra, num_layers):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rule", "feedback"), [("adamw", 1.0), ("muon", 0.0), ("muon", 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "feedback"), [("adamw", 1.0), ("adamw", "auto"), ("muon", 0.0), ("muon", 1.0), ("muon", "auto")]
+)
 def test_in_bfloat16(num_stages, rule, feedback):
     """What crosses a stage boundary is bfloat16 in one process too."""
     config = settings(

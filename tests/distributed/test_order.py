@@ -19,7 +19,7 @@ from slipstream.plan.simulate import Times, simulate
 
 def recorded(rank, config):
     """Train as one rank; return every action with begin and end, and the most microbatches that were in flight."""
-    executor = pipeline_executor(rank, config, record=True)
+    executor = pipeline_executor(rank, config, record_steps=config.train.num_steps)
     for _ in range(config.train.num_steps):
         executor.run_step()
     executor.close()

@@ -37,7 +37,7 @@ def run_and_save(executor, config, writer):
 def save_on_rank(rank, config, folder):
     executor = pipeline_executor(rank, config)
     store = PrefixStore(str(folder), rank.store)  # another run of this pool saves the same steps
-    gather = gather_through(store, rank=rank.rank, num_ranks=rank.num_ranks)
+    gather = gather_through(store, "checkpoint", rank=rank.rank, num_ranks=rank.num_ranks)
     writer = CheckpointWriter(folder, rank=rank.rank, gather=gather, keep_last=100)
     result = run_and_save(executor, config, writer)
     executor.close()
@@ -64,14 +64,31 @@ def joined(parts):
     return parts[0][0], combined_digest({name: digest for _, part in parts for name, digest in part.items()})
 
 
-def base(rule):
+def base(rule, **model):
     return settings(
-        model={"tie_embeddings": True, "dropout": 0.2, "activation_checkpointing": True},
+        model={"tie_embeddings": True, "dropout": 0.2, "activation_checkpointing": True} | model,
         optim={"name": rule},
         staleness={"delay": 1, "error_feedback": 1.0},
         pipeline={"num_microbatches": 4},
         train={"num_steps": NUM_STEPS},
     )
+
+
+EXPERTS = {"num_experts": 5, "num_shared_experts": 1, "num_dense_layers": 1, "expert_ffn_dim": 12}
+
+
+@pytest.mark.parametrize("saved_at", [0, 2])
+def test_experts_saved_in_mid_flight(tmp_path, saved_at):
+    config = base("muon", **EXPERTS)
+    if saved_at:
+        steps, weights = joined(shared_pool(2).run(save_on_rank, as_pipeline(config, 2), tmp_path))
+    else:
+        executor = SingleExecutor(config, functools.partial(batch_of, config), device=CPU)
+        steps, weights = joined([run_and_save(executor, config, CheckpointWriter(tmp_path, keep_last=100))])
+    checkpoint = tmp_path / "step-00000003"
+    assert joined([resume_here(config, checkpoint)]) == (steps[3:], weights)
+    found = joined(shared_pool(4).run(resume_on_rank, as_pipeline(config, 4), checkpoint))
+    assert found == (steps[3:], weights)
 
 
 @pytest.mark.parametrize("rule", ["adamw", "muon"])

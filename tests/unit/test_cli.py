@@ -103,6 +103,34 @@ def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path, c
     assert shown["model"]["num_layers"] == 4
 
 
+def test_the_coefficient_may_be_a_word_as_flag_and_in_a_file(tmp_path, capsys):
+    assert run("config", "show", "--staleness.error-feedback", "auto") == 0
+    file = tmp_path / "auto.toml"
+    file.write_text(capsys.readouterr().out)
+    assert run("config", "show", "--config", file) == 0
+    assert tomllib.loads(capsys.readouterr().out)["staleness"]["error_feedback"] == "auto"
+    assert run("config", "show", "--config", file, "--staleness.error-feedback", "1.5") == 0
+    assert tomllib.loads(capsys.readouterr().out)["staleness"]["error_feedback"] == 1.5
+
+
+def test_a_run_that_finds_its_coefficient_logs_it_and_resumes(tmp_path):
+    options = ("--staleness.delay", 1, "--staleness.error-feedback", "auto", "--log.every-steps", 1)
+    for name, steps in (("whole", 4), ("parts", 2)):
+        assert train(tmp_path / name, *options, "--optim.lr-total-steps", 4, steps=steps) == 0
+    assert run("train", "--run-dir", tmp_path / "parts", "--resume", "--train.num-steps", 4) == 0
+    whole, parts = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    assert [row["method_metrics"] for row in whole] == [row["method_metrics"] for row in parts]
+    found = whole[-1]["method_metrics"]
+    assert set(found) >= {f"error_feedback/{role}" for role in ("embedding", "q", "ffn_down", "norm", "head")}
+    assert any(found.values())
+
+
+def test_what_has_no_effect_is_said_before_training(tmp_path, capsys):
+    assert train(tmp_path, "--staleness.correction", "gap_aware") == 0
+    said = capsys.readouterr().out
+    assert said.count("warning: staleness.correction 'gap_aware' has no effect at a delay of 0") == 1
+
+
 def test_resume_needs_no_config_file(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text("[optim]\nlr = 0.004\nlr_total_steps = 20\n")

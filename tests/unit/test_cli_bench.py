@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import re
 from xml.etree import ElementTree
 
@@ -211,3 +212,20 @@ def test_simulate_refuses_what_it_cannot_do(capsys, tmp_path):
     assert "Give --svg a file in a folder" in capsys.readouterr().err
     assert run("simulate", "--forward-ms", math.inf) == 2
     assert "forward_ms is inf" in capsys.readouterr().err
+
+
+def test_exchange_is_timed_beside_a_plain_copy(capsys):
+    words = ("--megabytes", 1, "--num-workers", 2, "--rounds", 2, "--cycles", 3)
+    assert run("bench", "exchange", *words, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    for name in ("copy", "exchange", "summed"):
+        assert len(result[f"{name}_rounds"]) == 2
+        assert min(result[f"{name}_rounds"]) > 0
+    shares = [part / whole for part, whole in zip(result["exchange_rounds"], result["copy_rounds"])]
+    assert result["share_of_copy"] == pytest.approx(sum(shares) / 2)
+    assert not [process for process in multiprocessing.active_children() if process.name.startswith("worker-")]
+
+
+def test_nothing_to_exchange(capsys):
+    assert run("bench", "exchange", "--megabytes", 0) == 2
+    assert "megabytes is 0; give 1 or more" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `bench pipeline` is asked to time, and which schedules fit the sizes. Imports no torch."""
+"""What `bench` is asked to time, and which schedules fit the sizes. Imports no torch."""
 
 import dataclasses
 import math
@@ -82,6 +82,31 @@ class BenchPipelineConfig:
     def emulated(self) -> bool:
         """Whether stages sleep instead of computing."""
         return self.emulate_forward_ms is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchExchangeConfig:
+    """Time how weights and gradients pass between the server and worker processes, beside a plain copy of memory."""
+
+    num_workers: int = 1
+    """Worker processes, all at once."""
+    megabytes: int = 100
+    """Of float32 weights, and so of each gradient."""
+    rounds: int = 5
+    """How often exchange and plain copy take turns."""
+    cycles: int = 10
+    """Pulls and pushes of each worker in a round."""
+
+
+def check_exchange(config: BenchExchangeConfig) -> None:
+    """Refuse numbers that cannot be timed.
+
+    Raises:
+        ConfigError: One is out of range.
+    """
+    for field in ("num_workers", "megabytes", "rounds", "cycles"):
+        if getattr(config, field) < 1:
+            raise ConfigError(f"{field} is {getattr(config, field)}; give 1 or more.")
 
 
 def check_settings(config: BenchPipelineConfig) -> None:

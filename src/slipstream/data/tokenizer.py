@@ -88,7 +88,7 @@ class ByteTokenizer:
         Raises:
             DataError: An id outside the vocabulary.
         """
-        checked = _checked_ids(ids, vocab_size=self.vocab_size)
+        checked = checked_ids(ids, vocab_size=self.vocab_size)
         return bytes(i for i in checked if i != self.eos_id).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
@@ -99,11 +99,11 @@ class ByteTokenizer:
 
     def fingerprint(self) -> str:
         """Return 64 hex digits, the same for every byte tokenizer."""
-        return _fingerprint({"kind": self.name, "eos_id": self.eos_id})
+        return fingerprint_of({"kind": self.name, "eos_id": self.eos_id})
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer into a folder that exists."""
-        _write_identity(self, Path(folder))
+        write_identity(self, Path(folder))
 
 
 class BpeTokenizer:
@@ -168,7 +168,7 @@ class BpeTokenizer:
         Raises:
             DataError: An id outside the vocabulary.
         """
-        checked = _checked_ids(ids, vocab_size=self.vocab_size)
+        checked = checked_ids(ids, vocab_size=self.vocab_size)
         return self._backend.decode(checked, skip_special_tokens=True)
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
@@ -181,13 +181,13 @@ class BpeTokenizer:
 
     def fingerprint(self) -> str:
         """Return 64 hex digits of vocabulary and merges."""
-        return _fingerprint({"kind": self.name, "vocabulary": self._vocabulary, "merges": self._merges})
+        return fingerprint_of({"kind": self.name, "vocabulary": self._vocabulary, "merges": self._merges})
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer into a folder that exists."""
         text = self._backend.to_str(pretty=True)
         (Path(folder) / BPE_FILE).write_text(text, encoding="utf-8")
-        _write_identity(self, Path(folder))
+        write_identity(self, Path(folder))
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
@@ -237,8 +237,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         case "bpe":
             path = Path(folder) / BPE_FILE
             tokenizer = _from_backend_json(json.dumps(_read_json(path)), source=path)
+        case "hub":
+            from slipstream.data.hub_tokenizer import read_hub_tokenizer  # it stands on this module
+
+            tokenizer = read_hub_tokenizer(folder)
         case other:
-            raise DataError(f"{path} names the tokenizer {other!r}; allowed: 'bytes', 'bpe'. Prepare the data again.")
+            raise DataError(
+                f"{path} names the tokenizer {other!r}; allowed: 'bytes', 'bpe', 'hub'. Prepare the data again."
+            )
     if tokenizer.fingerprint() != identity.get("fingerprint"):
         raise DataError(
             f"the tokenizer in {path} has the fingerprint {tokenizer.fingerprint()}, saved was "
@@ -286,7 +292,12 @@ def _from_backend_json(text: str, *, source: Path | None = None) -> BpeTokenizer
     return BpeTokenizer(vocabulary, merges)
 
 
-def _checked_ids(ids: Iterable[int], *, vocab_size: int) -> list[int]:
+def checked_ids(ids: Iterable[int], *, vocab_size: int) -> list[int]:
+    """Return ids as a list of Python's numbers.
+
+    Raises:
+        DataError: One lies outside the vocabulary.
+    """
     checked = [int(i) for i in ids]
     for i in checked:
         if not 0 <= i < vocab_size:
@@ -294,11 +305,13 @@ def _checked_ids(ids: Iterable[int], *, vocab_size: int) -> list[int]:
     return checked
 
 
-def _fingerprint(content: dict[str, Any]) -> str:
+def fingerprint_of(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of all that decides ids, as 64 hex digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _write_identity(tokenizer: Tokenizer, folder: Path) -> None:
+def write_identity(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the file by which :func:`load_tokenizer` knows a tokenizer again."""
     identity = {
         "name": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,

@@ -14,6 +14,7 @@ masks by (batch, microbatch, layer, site), and nothing depends on what else the 
 """
 
 import hashlib
+from functools import partial
 from typing import cast
 
 import torch
@@ -24,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
+from slipstream.models.moe import MixtureOfExperts
 from slipstream.models.roles import role
-from slipstream.models.shapes import check_complete, head_dim, tied_names
+from slipstream.models.shapes import check_complete, expert_layers, head_dim, shared_width, tied_names
 
 IGNORED_TARGET = -100
 """A target that does not count in the loss."""
@@ -104,8 +106,8 @@ class Stage(nn.Module):
     Parameters are leaves of their own everywhere, a tied embedding and head included: who updates them keeps the pair
     equal. They may be swapped by reference between forwards (``module._parameters[name] = other``), even while a
     backward pass is outstanding: it uses those that its forward read, with activation checkpointing too. Their values
-    must not be changed in place in between. Compiles to one graph without dropout; each dropout mask breaks it.
-    Memory comes uninitialised: :func:`build_stage` draws the weights.
+    must not be changed in place in between. Compiles to one graph without dropout and experts;
+    each mask or mixture breaks it. Memory comes uninitialised: :func:`build_stage` draws the weights.
     """
 
     def __init__(
@@ -181,12 +183,13 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
         self.attention = Attention(cfg, device=device, dtype=dtype)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
-        self.ffn = FeedForward(cfg, device=device, dtype=dtype)
+        self.ffn = _feed_forward(cfg, layer, device=device, dtype=dtype)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], dropout_key: DropoutKey | None) -> Tensor:
         """Return the residual stream after the block (B, T, D)."""
         x_BTD = x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), rotary), "attention", dropout_key)
-        return x_BTD + self._dropped(self.ffn(self.ffn_norm(x_BTD)), "ffn", dropout_key)
+        ffn = partial(self.ffn, key=dropout_key) if isinstance(self.ffn, MixtureOfExperts) else self.ffn
+        return x_BTD + self._dropped(ffn(self.ffn_norm(x_BTD)), "ffn", dropout_key)
 
     def _dropped(self, x_BTD: Tensor, site: str, dropout_key: DropoutKey | None) -> Tensor:
         if self.cfg.dropout == 0 or dropout_key is None:
@@ -203,16 +206,23 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.channels = head_dim(cfg)
-        kv_width = cfg.num_kv_heads * self.channels
-        self.q = Linear(cfg.dim, cfg.dim, device=device, dtype=dtype)
+        q_width, kv_width = cfg.num_heads * self.channels, cfg.num_kv_heads * self.channels
+        self.q = Linear(cfg.dim, q_width, device=device, dtype=dtype)
         self.k = Linear(cfg.dim, kv_width, device=device, dtype=dtype)
         self.v = Linear(cfg.dim, kv_width, device=device, dtype=dtype)
-        self.o = Linear(cfg.dim, cfg.dim, device=device, dtype=dtype)
+        self.o = Linear(q_width, cfg.dim, device=device, dtype=dtype)
+        # One norm for all heads, over the channels of each.
+        norm = partial(nn.RMSNorm, self.channels, eps=cfg.norm_eps, device=device, dtype=dtype)
+        self.q_norm = norm() if cfg.qk_norm else None
+        self.k_norm = norm() if cfg.qk_norm else None
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Return the attended values (B, T, D); position t sees positions 0 to t."""
-        q_BTHC = rotate(self.q(x_BTD).unflatten(-1, (-1, self.channels)), rotary)
-        k_BTKC = rotate(self.k(x_BTD).unflatten(-1, (-1, self.channels)), rotary)
+        q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.channels))
+        k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.channels))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
+        q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.channels))
         out_BHTC = F.scaled_dot_product_attention(
             q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2), is_causal=True, enable_gqa=True
@@ -223,15 +233,26 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), inner width F."""
 
-    def __init__(self, cfg: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, dim: int, inner: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate = Linear(cfg.dim, cfg.ffn_dim, device=device, dtype=dtype)
-        self.up = Linear(cfg.dim, cfg.ffn_dim, device=device, dtype=dtype)
-        self.down = Linear(cfg.ffn_dim, cfg.dim, device=device, dtype=dtype)
+        self.gate = Linear(dim, inner, device=device, dtype=dtype)
+        self.up = Linear(dim, inner, device=device, dtype=dtype)
+        self.down = Linear(inner, dim, device=device, dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return (B, T, D)."""
         return cast(Tensor, self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD)))
+
+
+def _feed_forward(
+    cfg: ModelConfig, layer: int, *, device: torch.device, dtype: torch.dtype
+) -> FeedForward | MixtureOfExperts:
+    """Return a block's feed-forward: one for all tokens, or experts to choose from."""
+    if layer not in expert_layers(cfg):
+        return FeedForward(cfg.dim, cfg.ffn_dim, device=device, dtype=dtype)
+    width = shared_width(cfg)
+    shared = FeedForward(cfg.dim, width, device=device, dtype=dtype) if width else None
+    return MixtureOfExperts(cfg, layer, shared=shared, device=device, dtype=dtype)
 
 
 def rotary_tables(x_BTD: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -284,7 +305,8 @@ def _draw_weights(stage: Stage, cfg: ModelConfig) -> None:
             parameter.fill_(1.0)
             continue
         # What writes to the residual stream is smaller, since 2 L such terms add up (GPT-2's rule).
-        std = cfg.init_std / (2 * cfg.num_layers) ** 0.5 if kind in ("o", "ffn_down") else cfg.init_std
+        writes = kind in ("o", "ffn_down", "expert_down")
+        std = cfg.init_std / (2 * cfg.num_layers) ** 0.5 if writes else cfg.init_std
         generator = torch.Generator().manual_seed(_stable_seed("weights", cfg.seed, tied.get(name, name)))
         # Drawn as float32 on the CPU always: the same weights on any device, rounded to dtype.
         plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32

@@ -82,7 +82,7 @@ def layer_costs(cfg: ModelConfig, *, sequence_length: int = 0) -> list[float]:
         ConfigError: The settings do not describe a model, or ``vocab_size`` is still 0.
     """
     check_complete(cfg)
-    costs = [float(block_flops(cfg, sequence_length=sequence_length))] * cfg.num_layers
+    costs = [float(block_flops(cfg, layer=layer, sequence_length=sequence_length)) for layer in range(cfg.num_layers)]
     costs[0] += cfg.dim
     costs[-1] += head_flops(cfg)
     return costs

@@ -7,7 +7,23 @@ from typing import Literal, get_args
 
 from slipstream.errors import ConfigError
 
-Role = Literal["embedding", "head", "norm", "q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down", "router", "bias"]
+Role = Literal[
+    "embedding",
+    "head",
+    "norm",
+    "q",
+    "k",
+    "v",
+    "o",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+    "expert_gate",
+    "expert_up",
+    "expert_down",
+    "router",
+    "bias",
+]
 
 _ROLE_OF_MODULE: dict[str, Role] = {
     "embed": "embedding",
@@ -15,6 +31,8 @@ _ROLE_OF_MODULE: dict[str, Role] = {
     "norm": "norm",
     "attention_norm": "norm",
     "ffn_norm": "norm",
+    "q_norm": "norm",
+    "k_norm": "norm",
     "q": "q",
     "k": "k",
     "v": "v",
@@ -22,10 +40,15 @@ _ROLE_OF_MODULE: dict[str, Role] = {
     "gate": "ffn_gate",
     "up": "ffn_up",
     "down": "ffn_down",
+    "expert_gate": "expert_gate",
+    "expert_up": "expert_up",
+    "expert_down": "expert_down",
     "router": "router",
 }
 
-_MATRIX_ROLES = frozenset({"q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down"})
+_MATRIX_ROLES = frozenset(
+    {"q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down", "expert_gate", "expert_up", "expert_down"}
+)
 
 
 def role(name: str) -> Role:

@@ -2,17 +2,20 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.models.moe import RouterReport
 from slipstream.pipeline.transport import Transport, wait
 from slipstream.staleness.gradient import Gradient
 
 _EXTRAS = 4
-"""Loss, tokens, stop requests, idle seconds: the numbers behind the norms."""
+"""Loss, tokens, stop requests, idle seconds: the last numbers of a vector."""
+
+_PER_ROUTER = len(RouterReport._fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class BatchResult:
         num_tokens: Valid target tokens.
         stop: Some rank was asked to stop.
         idle_s: Seconds that ranks waited since the batch before, summed over ranks.
+        router: What the router of each layer with experts did, in the order of layers.
     """
 
     norms: Tensor
@@ -32,6 +36,7 @@ class BatchResult:
     num_tokens: int
     stop: bool
     idle_s: float
+    router: tuple[RouterReport, ...] = ()
 
 
 class NormExchange:
@@ -44,32 +49,42 @@ class NormExchange:
     Args:
         transport: Connects the ranks.
         names: Parameters of the whole model, in order.
+        router_layers: Layers of the whole model that have experts, in order.
 
     Cost:
-        8 (parameters by name + 4) bytes a batch; no wait before the optimizer step that needs it.
+        8 (parameters by name + 4 a layer with experts + 4) bytes a batch; no wait before the optimizer step that needs
+        it.
     """
 
-    def __init__(self, transport: Transport, *, names: Sequence[str]) -> None:
+    def __init__(self, transport: Transport, *, names: Sequence[str], router_layers: Sequence[int] = ()) -> None:
         self._transport = transport
         self._names = names
+        self._router_layers = router_layers
         self._vectors: dict[int, Tensor] = {}
         self._works: dict[int, dist.Work] = {}
         self._results: dict[int, BatchResult] = {}
         self.idle_s = 0.0
 
-    def add(self, version: int, gradient: Gradient, loss: Tensor | None) -> None:
+    def add(
+        self, version: int, gradient: Gradient, loss: Tensor | None, *, router: Mapping[int, Tensor] | None = None
+    ) -> None:
         """Enter a stage's share.
 
         Args:
             version: The version that the batch makes.
             gradient: Of the parameters the stage answers for.
             loss: Mean loss of the batch, from the last stage.
+            router: Fields of :class:`RouterReport` by layer, of the layers that the stage holds.
         """
         device = self._transport.device
         if version not in self._vectors:
-            self._vectors[version] = torch.zeros(len(self._names) + _EXTRAS, dtype=torch.float64, device=device)
+            length = len(self._names) + _PER_ROUTER * len(self._router_layers) + _EXTRAS
+            self._vectors[version] = torch.zeros(length, dtype=torch.float64, device=device)
         vector = self._vectors[version]
         vector[: len(self._names)] += gradient.norms(self._names, device=device)
+        for layer, numbers in (router or {}).items():
+            begin = len(self._names) + _PER_ROUTER * self._router_layers.index(layer)
+            vector[begin : begin + _PER_ROUTER] += numbers
         if loss is not None:
             vector[-_EXTRAS] += loss
 
@@ -94,8 +109,14 @@ class NormExchange:
             self.idle_s += time.perf_counter() - begin
             vector = self._vectors.pop(version)
             loss, num_tokens, stop, idle_s = vector[-_EXTRAS:].tolist()
+            router = vector[len(self._names) : -_EXTRAS].view(-1, _PER_ROUTER).tolist()
             self._results[version] = BatchResult(
-                norms=vector[:-_EXTRAS].float(), loss=loss, num_tokens=int(num_tokens), stop=stop > 0, idle_s=idle_s
+                norms=vector[: len(self._names)].float(),
+                loss=loss,
+                num_tokens=int(num_tokens),
+                stop=stop > 0,
+                idle_s=idle_s,
+                router=tuple(RouterReport(*each) for each in router),
             )
         return self._results[version]
 

@@ -1,7 +1,8 @@
 """The executor `pipeline`: runs one rank's stream of actions, whatever schedule it came from."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from slipstream.data.loader import Batch
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport, merged
 from slipstream.models.llama import cross_entropy_sum
 from slipstream.models.partition import stages
+from slipstream.models.shapes import expert_layers
 from slipstream.pipeline.actions import Action
 from slipstream.pipeline.norms import NormExchange
 from slipstream.pipeline.schedules import ScheduleSpec, schedule_spec, stream
@@ -39,7 +41,7 @@ class PipelineExecutor:
         batches: Gives the batch of an index.
         transport: Connected to the other ranks.
         note: Is told of each action before it runs.
-        record: Keep every action's begin and end in :attr:`spans`.
+        record_steps: Keep begin and end of every action in :attr:`spans` until so many steps are done.
         build: Builds this rank's stages; none: :func:`build_programs`.
     """
 
@@ -50,7 +52,7 @@ class PipelineExecutor:
         *,
         transport: Transport,
         note: Noter = lambda rank, text: None,
-        record: bool = False,
+        record_steps: int = 0,
         build: ProgramBuilder | None = None,
     ) -> None:
         self._config = config
@@ -63,13 +65,15 @@ class PipelineExecutor:
         self._received: dict[tuple[str, int, int | None], Tensor] = {}
         self._produced: dict[tuple[str, int, int | None], Tensor] = {}
         self._gradients: dict[tuple[int, int], Gradient] = {}
-        self._norms = NormExchange(transport, names=next(iter(self._programs.values())).parts.names)
+        names = next(iter(self._programs.values())).parts.names
+        self._norms = NormExchange(transport, names=names, router_layers=expert_layers(config.model))
         self._tied = TiedExchange(transport, [program.parts for program in self._programs.values()])
         self._reports: list[UpdateReport] = []
         self._stream: Iterator[Action] | None = None
         self._stop_requested = False
         self._idle_noted_s = 0.0
-        self.spans: list[tuple[Action, float, float]] | None = [] if record else None
+        self._num_steps_to_record = record_steps
+        self.spans: list[tuple[Action, float, float]] = []
         self._do = {
             "F": self._forward,
             "B": self._backward,
@@ -137,6 +141,10 @@ class PipelineExecutor:
         """Return a copy of the state after the newest update; needs no other rank and no drained pipeline."""
         return merged([program.parts.snapshot() for program in self._programs.values()])
 
+    def figures(self) -> Mapping[str, Any]:
+        """Return nothing beside what all executors have."""
+        return {}
+
     def restore(self, state: StateReader) -> None:
         """Continue from a saved state; microbatches that were in flight when it was saved run again."""
         assert self._stream is None, "restore before the first step"
@@ -160,7 +168,7 @@ class PipelineExecutor:
 
     def _run(self, action: Action) -> None:
         self._note(self._rank, str(action))
-        if self.spans is None:
+        if not self._num_steps_to_record:
             self._do[action.op](action)
             return
         begin = time.perf_counter()
@@ -231,7 +239,8 @@ class PipelineExecutor:
         )
         self._gradients[stage, version] = gradient
         owned = {name: gradient.tensors[name] for name in parts.owned}
-        self._norms.add(version, Gradient(tensors=owned, read_version=0, num_tokens=0), program.take_loss(batch))
+        part = Gradient(tensors=owned, read_version=0, num_tokens=0)
+        self._norms.add(version, part, program.take_loss(batch), router=program.take_router(batch))
         if all((each, version) in self._gradients for each in self._programs):
             idle_s = self._idle_s()
             self._norms.post(
@@ -252,6 +261,7 @@ class PipelineExecutor:
     def _report(self) -> StepReport:
         report = self._reports[-1]
         self._reports.clear()
+        self._num_steps_to_record = max(self._num_steps_to_record - 1, 0)
         result = self._norms.take(report.version)
         return StepReport(
             step=report.version,
@@ -264,6 +274,7 @@ class PipelineExecutor:
             idle_s=result.idle_s,
             num_ranks=self._spec.num_ranks,
             stop=result.stop,
+            router=result.router,
         )
 
     def _evaluate_stage(

@@ -119,6 +119,10 @@ class StageProgram:
         """Return a batch's mean loss, after its last backward; ``None`` on a stage without the head."""
         return self._losses.pop(batch, None)
 
+    def take_router(self, batch: int) -> dict[int, Tensor]:
+        """Return what a batch's routers did by layer, after its last backward; empty without experts."""
+        return self.parts.router_log.take(batch)
+
     def take_num_tokens(self, batch: int) -> int:
         """Return a batch's valid target tokens, after its last backward."""
         return self._num_tokens.pop(batch)

@@ -12,6 +12,7 @@ from slipstream.report.table import TableRow, by_rule, has_delays, signed
 def gap_section(best: Sequence[TableRow], palette: Palette) -> Section:
     """Return the gap to synchronous of every arm, as bars on one scale for all rules."""
     rows = [row for row in best if row.arm.read == ALL and not row.arm.is_plain_synchronous]
+    rows.sort(key=lambda row: row.arm.is_synchronous)  # controls last
     return Section(
         title="What the delay costs",
         text="Validation loss above plain synchronous training of the same rule, each arm at its best learning rate. "
@@ -32,9 +33,10 @@ def read_section(best: Sequence[TableRow], palette: Palette) -> Section | None:
         return what if arm.remedy == NONE else f"{what}, {arm.remedy}"
 
     return Section(
-        title="Which parameters pay for the delay",
-        text="Validation loss above plain synchronous training when only some of the weights read are stale. "
-        "Shares need not add up: parts delayed together can hurt more, or less, than each alone.",
+        title="What is stale",
+        text="Validation loss above plain synchronous training when only some of the weights read are stale, or not "
+        "all by the same delay. Shares need not add up: what is stale together can hurt more, or less, than each "
+        "alone.",
         charts=_bar_charts(rows, palette, label=label),
     )
 

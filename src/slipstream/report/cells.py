@@ -1,15 +1,15 @@
 """From a grid to its cells: each a config, a name for people, a folder, and the arm it is a seed of."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.config import Config, StalenessConfig, config_hash, from_dict
+from slipstream.config import AgcConfig, Config, StalenessConfig, config_hash, from_dict
 from slipstream.errors import ConfigError
 from slipstream.report.grid import ALL, NONE, Grid, Row, merged
+from slipstream.train.delays import read_staleness
 
 
 class Arm(NamedTuple):
@@ -110,9 +110,10 @@ def repeats(cells: list[Cell]) -> dict[Arm, Arm]:
 def effective_staleness(staleness: StalenessConfig) -> StalenessConfig:
     """Return the settings without those that have no effect at their delay.
 
-    At delay 0 every correction returns the gradient as it is, a synchronous start changes nothing, and a prediction
-    over the delay predicts nothing; up to delay 1 no discount by staleness applies. Error feedback and a prediction
-    over a given number of steps act at any delay.
+    At delay 0 every correction returns the gradient as it is, a synchronous start changes nothing, a prediction over
+    the delay predicts nothing, and neither does error feedback that finds its own coefficient; up to delay 1 no
+    discount by staleness applies. Error feedback with a number and a prediction over a given number of steps act at
+    any delay.
 
     Example:
         >>> effective_staleness(StalenessConfig(delay=0, correction="gap_aware")) == StalenessConfig(delay=0)
@@ -123,13 +124,17 @@ def effective_staleness(staleness: StalenessConfig) -> StalenessConfig:
     if own_delay(staleness) is not None:
         return staleness
     changes: dict[str, Any] = {}
-    if (staleness.delay or 0) <= 1:
-        changes |= {"lr_discount": "none", "lr_discount_steps": 0}
+    # A threshold below a mean staleness of 1 is the one thing that discounts the rate at a delay of 1.
+    if (staleness.delay or 0) <= (0 if staleness.lr_discount == "aalr" else 1):
+        changes |= {"lr_discount": "none", "lr_discount_steps": 0, "aalr_threshold": "auto"}
     if not staleness.delay:
         changes |= {"correction": "none", "correction_strength": 0.0, "delay_roles": (), "delay_blocks": ()}
+        changes |= {"backward_weights": "read", "agc": AgcConfig()}
+        coefficient = 0.0 if staleness.error_feedback == "auto" else staleness.error_feedback
+        changes |= {"error_feedback": coefficient}
         if staleness.prediction == "none" or not staleness.prediction_steps:
             changes |= {"prediction": "none", "prediction_steps": 0.0}
-            if not staleness.error_feedback:
+            if not coefficient:
                 changes |= {"sync_until_step": 0, "sync_from_step": 0}
     return dataclasses.replace(staleness, **changes)
 
@@ -145,14 +150,7 @@ def own_delay(staleness: StalenessConfig) -> int | None:
     if staleness.delay_weights:
         return len(staleness.delay_weights) - 1
     if staleness.delay_replay:
-        try:
-            lines = Path(staleness.delay_replay).read_text(encoding="utf-8").splitlines()
-            return max((int(json.loads(line)["staleness_max"]) for line in lines), default=0)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"staleness.delay_replay: {staleness.delay_replay} is no metrics.jsonl of a run "
-                f"({type(error).__name__}). Name one."
-            ) from error
+        return max(read_staleness(Path(staleness.delay_replay)), default=0)
     return None
 
 

@@ -7,7 +7,7 @@ from slipstream.report.curves import curve_section
 from slipstream.report.figures import Palette, Section
 from slipstream.report.results import ArmResult
 from slipstream.report.sweeps import batch_section, coefficient_section, delay_section, lr_section
-from slipstream.report.table import TableRow
+from slipstream.report.table import TableRow, distinct
 
 
 def sections(results: Sequence[ArmResult], best: Sequence[TableRow]) -> list[Section]:
@@ -18,6 +18,7 @@ def sections(results: Sequence[ArmResult], best: Sequence[TableRow]) -> list[Sec
         best: Their rows best against best.
     """
     palette = Palette(result.arm for result in results)
+    best = distinct(best)
     found = [
         gap_section(best, palette),
         curve_section(best, palette),

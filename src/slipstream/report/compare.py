@@ -11,7 +11,8 @@ from slipstream.config import Config, load_toml
 from slipstream.errors import ConfigError
 from slipstream.report.cells import Cell, cells_of, repeats
 from slipstream.report.comparison import Comparison, Judge, evaluate
-from slipstream.report.grid import Grid, grid_of_config, load_grid
+from slipstream.report.grid import Grid, grid_of_config
+from slipstream.report.grid_file import load_grid
 from slipstream.report.render import render
 from slipstream.report.results import write_json
 from slipstream.report.verdict import switch_sentence

@@ -38,9 +38,10 @@ def curve_section(best: Sequence[TableRow], palette: Palette) -> Section:
     )
 
 
-def _curve_order(row: TableRow) -> tuple[bool, bool, float]:
-    """Synchronous first, plain delay next, then by loss."""
-    return not row.arm.is_plain_synchronous, row.arm.remedy != NONE, row.result.mean_val_loss
+def _curve_order(row: TableRow) -> tuple[bool, bool, bool, float]:
+    """Synchronous first, plain delay next, then remedies by loss, then their controls without delay."""
+    arm = row.arm
+    return not arm.is_plain_synchronous, arm.remedy != NONE, arm.is_synchronous, row.result.mean_val_loss
 
 
 def _curves(name: str, rows: Sequence[TableRow], palette: Palette, *, clip: str, several: bool) -> Chart:

@@ -103,7 +103,7 @@ def _card(verdict: RuleVerdict) -> str:
     elif not is_gap:
         parts.append('<div class="cure">not to be told from 0 with these seeds</div>')
     if remedy is not None and remedy.gap is not None:
-        parts.append(f'<div class="rest">{escape(_rest(verdict, remedy))}</div>')
+        parts.append(_left(verdict, remedy))
     return "".join([*parts, "</article>"])
 
 
@@ -116,11 +116,12 @@ def _meter(row: TableRow) -> str:
     return f'<div class="meter"><i style="width:{ends[0]:.1f}%"></i>{interval}</div>'
 
 
-def _rest(verdict: RuleVerdict, remedy: TableRow) -> str:
-    text = f"left: {signed(remedy.gap)} above synchronous {figure(verdict.sync.val_loss)}"
+def _left(verdict: RuleVerdict, remedy: TableRow) -> str:
+    """Return what is left of the gap, to plain synchronous training and to the best there is."""
+    lines = [f"left: {signed(remedy.gap)} of {figure(verdict.sync.val_loss)}"]
     if remedy.best_sync is not None and remedy.best_sync.remedy != NONE:
-        text += f"; {signed(remedy.gap_to_best)} against {remedy.best_sync.remedy} without delay"
-    return text
+        lines.append(f"{signed(remedy.gap_to_best)} against {remedy.best_sync.remedy} without delay")
+    return "".join(f'<div class="rest">{escape(line)}</div>' for line in lines)
 
 
 def _section(section: Section) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class CellResult:
     """
 
     cell: Cell
-    kind: Kind | str
+    kind: Kind | Literal["missing"]
     message: str = ""
     val_loss: float | None = None
     val_bits_per_byte: float | None = None

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from slipstream.config import config_hash
+from slipstream.config import Coefficient, config_hash
 from slipstream.report.figures import Chart, LegendEntry, Palette, Section, arm_text
 from slipstream.report.grid import ALL, NONE
 from slipstream.report.results import ArmResult
@@ -56,10 +56,11 @@ def coefficient_section(best: Sequence[TableRow], palette: Palette) -> Section |
         for delay in dict.fromkeys(row.arm.delay for row in rows):
             plain = next((row for row in rows if row.arm.delay == delay and row.arm.remedy == NONE), None)
             alike = [row for row in rows if plain and row.arm.delay == delay and _differs_by_coefficient(row, plain)]
-            if len(alike) >= 3:
+            placed = [(c, row) for row in alike if not isinstance(c := _coefficient(row), str)]
+            if len(placed) >= 3:
                 label = f"delay {delay}" if delay else "no delay"
-                series[label] = [(_coefficient(row), row.val_loss, _said(row)) for row in alike if row.val_loss]
-                css[label] = palette.css(alike[0].arm)
+                series[label] = [(c, row.val_loss, _said(row)) for c, row in placed if row.val_loss]
+                css[label] = palette.css(placed[0][1].arm)
         if series:
             what = _Sweep(name=name, x_label="coefficient c of error feedback", y_label="validation loss")
             charts.append(_dots(what, series, css))
@@ -75,7 +76,7 @@ def coefficient_section(best: Sequence[TableRow], palette: Palette) -> Section |
     )
 
 
-def _coefficient(row: TableRow) -> float:
+def _coefficient(row: TableRow) -> Coefficient:
     return row.result.cells[0].cell.config.staleness.error_feedback
 
 

@@ -124,6 +124,14 @@ def by_rule(rows: Iterable[TableRow]) -> dict[str, list[TableRow]]:
     return groups
 
 
+def distinct(rows: Iterable[TableRow]) -> list[TableRow]:
+    """Return rows without those that share their runs with an earlier one: remedies without effect at their delay."""
+    first: dict[str, TableRow] = {}
+    for row in rows:
+        first.setdefault(row.result.cells[0].cell.folder, row)
+    return list(first.values())
+
+
 def whole_reads(rows: Iterable[TableRow]) -> list[TableRow]:
     """Return the rows in which all parameters have the same delay."""
     return [row for row in rows if row.arm.read == ALL]
@@ -193,11 +201,11 @@ def table_columns(rows: Sequence[TableRow]) -> dict[str, list[str]]:
         "batch": [row.arm.batch for row in rows],
         "delay": [str(row.arm.delay) for row in rows],
         "lr": [f"{row.arm.lr:g}" for row in rows],
-        "seeds": [str(len(row.result.val_loss)) for row in rows],
         "val loss": [figure(row.val_loss) for row in rows],
         "gap to sync": [signed(row.gap) if not row.arm.is_plain_synchronous else "" for row in rows],
         "gap to best sync": [signed(row.gap_to_best) if row.best_sync != row.arm else "" for row in rows],
         "gap closed": [_closed(row) for row in rows],
+        "seeds": [str(len(row.result.val_loss)) for row in rows],
         "diverged": [str(row.result.count("diverged") or "") for row in rows],
         "crashed": [str(row.result.count("crashed") or "") for row in rows],
         "spikes": [str(row.result.num_spikes or "") for row in rows],

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from slipstream.config import coefficient_text
 from slipstream.report.grid import NONE
 from slipstream.report.statistics import Estimate, ratio
 from slipstream.report.table import TableRow, badness, by_rule, figure, percent, signed, whole_reads
@@ -123,7 +124,7 @@ def switch_sentence(best: Sequence[TableRow], *, tolerance: float = TOLERANCE) -
     assert gap is not None
     assert loss is not None
     limit, feedback = tolerance * loss.mean, chosen.result.cells[0].cell.config.staleness.error_feedback
-    how = f"with staleness.error_feedback = {feedback:g}" if feedback else "without a remedy"
+    how = f"with staleness.error_feedback = {coefficient_text(feedback)}" if feedback else "without a remedy"
     cost = f"{signed(gap)} nats per token ({100 * gap.mean / loss.mean:+.2f} % of {loss.mean:.3f})"
     allowed = f"the {100 * tolerance:g} % allowed are {limit:.3f}"
     num_seeds = len(chosen.result.val_loss)

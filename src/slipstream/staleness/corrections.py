@@ -5,17 +5,18 @@ computed on. So where a publish method already looks ahead, a correction compens
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.config import StalenessConfig
+from slipstream.staleness.agc import Agc, Guards, Rate
+from slipstream.staleness.damping import AgcDamping
 from slipstream.staleness.gradient import Gradient
-
-Slots = dict[str, dict[str, Tensor]]
-"""State of a correction: by slot, then by parameter name."""
+from slipstream.staleness.groups import Slots as Slots
+from slipstream.staleness.groups import grouping
 
 
 class Correction(Protocol):
@@ -158,8 +159,21 @@ class GradientFeedback:
         return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
 
 
-def build_corrections(config: StalenessConfig) -> tuple[Correction, ...]:
-    """Return the corrections that the settings name."""
+def build_corrections(
+    config: StalenessConfig,
+    *,
+    role: Callable[[str], str] | None = None,
+    lr: Rate | None = None,
+    warmup_steps: int = 0,
+) -> tuple[Correction, ...]:
+    """Return the corrections that the settings name.
+
+    Args:
+        config: The settings.
+        role: Gives the role of a parameter by name; ``None``: ``agc`` makes each parameter a group.
+        lr: Gives the rate of a parameter at an update; ``None``: ``agc`` does not bound its curvature.
+        warmup_steps: Updates without ``agc``.
+    """
     strength = config.correction_strength
     match config.correction:
         case "dc_asgd":
@@ -170,6 +184,22 @@ def build_corrections(config: StalenessConfig) -> tuple[Correction, ...]:
             return (GapAware(),)
         case "gradient_feedback":
             return (GradientFeedback(strength),)
+        case "agc" | "agc_damping":
+            settings = config.agc
+            agc = Agc(
+                curvature=settings.curvature,
+                displacement=settings.displacement,
+                group_of=None if role is None else grouping(settings, role=role),
+                lr=lr,
+                decay=settings.decay,
+                guards=Guards(
+                    warmup_steps=warmup_steps,
+                    min_pairs=settings.min_pairs,
+                    ramp_steps=settings.ramp_steps,
+                    trust_radius=settings.trust_radius,
+                ),
+            )
+            return (agc,) if config.correction == "agc" else (AgcDamping(agc),)
         case "none":
             return ()
 

@@ -52,6 +52,10 @@ class DelayLine:
             return 0
         return self.delay if self.draw is None else self.draw(batch)
 
+    def leaf_delay(self, leaf: str) -> int:
+        """Return the configured delay of a leaf: the largest where it is drawn."""
+        return self.delay if self.leaf_delays is None else min(self.leaf_delays.get(leaf, 0), self.delay)
+
     def read_version(self, batch: int) -> int:
         """Return the oldest version that batch ``batch`` (from 0) reads."""
         delay = self.delay_of(batch)

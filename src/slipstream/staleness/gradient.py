@@ -21,6 +21,7 @@ class Gradient:
         reduction: Whether the loss was a ``"mean"`` over those tokens or their ``"sum"``. It travels with the
             gradient because a weight that is right for one is wrong for the other.
         read_versions: Version read by parameter name, where they differ; ``None``: ``read_version`` for all.
+        worker: Number of the worker that computed it; ``None``: there are none to tell apart.
     """
 
     tensors: Mapping[str, Tensor | None]
@@ -28,6 +29,7 @@ class Gradient:
     num_tokens: int
     reduction: Literal["mean", "sum"] = "mean"
     read_versions: Mapping[str, int] | None = None
+    worker: int | None = None
 
     def norms(self, names: Iterable[str], *, device: torch.device | str | None = None) -> Tensor:
         """Return each parameter's Euclidean norm.

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from slipstream.errors import ConfigError
+from slipstream.staleness.publish import PublishMethod
 
 Kind = Literal["spectrain", "xpipe"]
 
 _RULES: dict[Kind, tuple[type[Optimizer], ...]] = {"spectrain": (SGD,), "xpipe": (Adam, AdamW, NAdam)}
 
 
-class WeightPrediction:
+class WeightPrediction(PublishMethod):
     r"""Publish :math:`x = y - s\,\eta\,d`, the weights s steps ahead if the momentum stays as it is.
 
     ``spectrain``: d is SGD's momentum buffer. ``xpipe``: d is Adam's

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.staleness.corrections import Slots
+
 
 class PublishMethod(Protocol):
     """Writes the next version ``x`` from the master weights ``y``, around one optimizer step.
@@ -17,6 +19,15 @@ class PublishMethod(Protocol):
     @property
     def changes_weights(self) -> bool:
         """Whether x can differ from y by more than a cast, so that an evaluation has two points to look at."""
+
+    @property
+    def slots(self) -> Slots:
+        """Tensors that a resumed run needs, by slot and parameter name."""
+        return {}
+
+    def coefficients(self) -> Mapping[str, Tensor]:
+        """Return the coefficient of each parameter, where the method sets it itself."""
+        return {}
 
     def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
         """Look at ``y`` before the optimizer changes it."""
@@ -31,7 +42,7 @@ class PublishMethod(Protocol):
         """Take back what :meth:`state_dict` gave."""
 
 
-class PublishMasters:
+class PublishMasters(PublishMethod):
     """Publish the master weights as they are: x = y."""
 
     changes_weights = False
@@ -53,7 +64,7 @@ class PublishMasters:
         """Take nothing."""
 
 
-class ErrorFeedback:
+class ErrorFeedback(PublishMethod):
     r"""Update-level error feedback in publish form.
 
     The literal rule corrects each update by what it would have been one step earlier,
@@ -120,7 +131,7 @@ class ErrorFeedback:
         self._has_history = bool(state.get("has_history", False))
 
 
-class Windowed:
+class Windowed(PublishMethod):
     """A publish method that works on some updates only; on the others the masters are published as they are.
 
     Where it begins, it begins without history; where it ends, the next version is y itself.
@@ -142,6 +153,15 @@ class Windowed:
     def changes_weights(self) -> bool:
         """As the method."""
         return self._method.changes_weights
+
+    @property
+    def slots(self) -> Slots:
+        """As the method."""
+        return self._method.slots
+
+    def coefficients(self) -> Mapping[str, Tensor]:
+        """As the method, where it works."""
+        return self._current().coefficients()
 
     def _current(self) -> PublishMethod:
         is_inside = self._first <= self._update and (self._last is None or self._update <= self._last)

@@ -1,8 +1,10 @@
 """The step-size seam: how big a step at this staleness?"""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from slipstream.config import StalenessConfig
+from slipstream.staleness.aalr import AsyncAwareLr
 
 
 class StepSize(Protocol):
@@ -13,11 +15,34 @@ class StepSize(Protocol):
 
         Args:
             update: From 1.
-            staleness: Of its gradient.
+            staleness: Of its gradient; of the last one to arrive where several make the update.
         """
 
+    def observe(self, staleness: float) -> None:
+        """Take the staleness of a gradient that shares its update with others; the last one goes to :meth:`factor`."""
 
-class FullStep:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, as plain JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+
+
+class _Stateless:
+    """A discount that remembers nothing."""
+
+    def observe(self, staleness: float) -> None:
+        """Take no note."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take nothing."""
+
+
+class FullStep(_Stateless):
     """No discount."""
 
     def factor(self, *, update: int, staleness: int) -> float:
@@ -25,7 +50,7 @@ class FullStep:
         return 1.0
 
 
-class InverseStaleness:
+class InverseStaleness(_Stateless):
     """Divide the rate by the staleness.
 
     Source:
@@ -37,7 +62,7 @@ class InverseStaleness:
         return 1.0 / max(staleness, 1)
 
 
-class PipeMareDiscount:
+class PipeMareDiscount(_Stateless):
     r"""PipeMare's T1: a discount by the staleness that is lifted over the first steps.
 
     .. math:: \tau^{-(1 - \min(k / K, 1))}
@@ -61,12 +86,20 @@ class PipeMareDiscount:
         return float(max(staleness, 1) ** -(1.0 - lifted))
 
 
-def build_step_size(config: StalenessConfig) -> StepSize:
-    """Return the discount that the settings name."""
+def build_step_size(config: StalenessConfig, *, num_in_flight: int | None = None) -> StepSize:
+    """Return the discount that the settings name.
+
+    Args:
+        config: The settings.
+        num_in_flight: Gradients being computed at once; ``None``: one more than the delay.
+    """
     match config.lr_discount:
         case "inverse_staleness":
             return InverseStaleness()
         case "pipemare":
             return PipeMareDiscount(config.lr_discount_steps)
+        case "aalr":
+            in_flight = (config.delay or 0) + 1 if num_in_flight is None else num_in_flight
+            return AsyncAwareLr(config.aalr_threshold, num_in_flight=in_flight)
         case "none":
             return FullStep()

@@ -22,7 +22,8 @@ class UpdateReport:
 
     Attributes:
         version: The version it made; also the number of updates so far.
-        staleness: Versions between the weights the gradient read and the newest when it was applied.
+        staleness: Versions between the weights the gradient read and the newest when it was applied; the largest,
+            where several gradients made the update.
         grad_norm: Global norm before clipping.
         lr_factor: Learning rate as a fraction of the peak.
         skipped: The gradient was not finite: the weights stayed, the version went on.
@@ -76,7 +77,7 @@ class Updater:
         self._step_size = step_size or FullStep()
 
     def step(self, gradient: Gradient, grad_norm: Tensor) -> UpdateReport:
-        """Turn a gradient into the next version of the weights.
+        """Turn a gradient into the next version of the weights: :meth:`prepare`, then :meth:`apply`.
 
         Args:
             gradient: For the names of :attr:`masters`.
@@ -86,30 +87,76 @@ class Updater:
         Raises:
             StalenessError: The gradient read a version newer than the newest, or one that is no longer held.
         """
+        staleness = self.staleness_of(gradient)
+        prepared = self.prepare(gradient, grad_norm)
+        return self.apply(prepared, stalenesses=(staleness,), grad_norm=float(grad_norm))
+
+    def staleness_of(self, gradient: Gradient) -> int:
+        """Return the updates between the version that a gradient read and the newest.
+
+        Raises:
+            StalenessError: It read a version newer than the newest.
+        """
         staleness = self.weights.latest - gradient.read_version
         if staleness < 0:
             raise StalenessError(
                 f"a gradient claims to have read version {gradient.read_version}, the newest is {self.weights.latest}."
             )
-        update = self.weights.latest + 1
-        factor = self._lr_factor(update) * self._step_size.factor(update=update, staleness=staleness)
-        norm = float(grad_norm)
-        skipped = not math.isfinite(norm)
-        if not skipped:
-            self._clip(gradient, grad_norm)
+        return staleness
+
+    def prepare(
+        self, gradient: Gradient, grad_norm: Tensor, *, read: Mapping[str, Tensor] | None = None
+    ) -> Gradient | None:
+        """Clip a gradient and correct it for its staleness; several may be prepared for one :meth:`apply`.
+
+        Args:
+            gradient: For the names of :attr:`masters`; its tensors are scaled in place.
+            grad_norm: As in :meth:`step`.
+            read: The weights that it was computed on, by name, where :attr:`weights` does not hold them any more; may
+                be empty where no correction looks at them.
+
+        Returns:
+            What to apply; ``None``: it is not finite.
+
+        Raises:
+            StalenessError: As in :meth:`step`.
+        """
+        staleness = self.staleness_of(gradient)
+        if not math.isfinite(float(grad_norm)):
+            return None
+        self._clip(gradient, grad_norm)
+        if read is None:
             read = self._weights_read(gradient)
-            for correction in self.corrections:
-                gradient = correction.correct(gradient, staleness=staleness, now=self.masters, read=read)
+        for correction in self.corrections:
+            gradient = correction.correct(gradient, staleness=staleness, now=self.masters, read=read)
+        return gradient
+
+    def apply(self, gradient: Gradient | None, *, stalenesses: Sequence[int], grad_norm: float) -> UpdateReport:
+        """Make the next version of the weights of what :meth:`prepare` gave.
+
+        Args:
+            gradient: One, or the mean of several; ``None``: the version goes on, the weights stay.
+            stalenesses: Of each gradient that it is made of, in the order of their arrival.
+            grad_norm: To report.
+        """
+        update = self.weights.latest + 1
+        for staleness in stalenesses[:-1]:
+            self._step_size.observe(staleness)
+        factor = self._lr_factor(update) * self._step_size.factor(update=update, staleness=stalenesses[-1])
         # The buffer of the version that was read may be the one written next, so nothing below may look at it.
         published = self.weights.buffer(update)
         self.publish.before_step(self.masters, published)
-        if skipped:
+        if gradient is None:
             self.num_skipped += 1
         else:
             self._step_optimizers(gradient, factor)
         self.publish.after_step(self.masters, published)
         return UpdateReport(
-            version=self.weights.advance(), staleness=staleness, grad_norm=norm, lr_factor=factor, skipped=skipped
+            version=self.weights.advance(),
+            staleness=max(stalenesses),
+            grad_norm=grad_norm,
+            lr_factor=factor,
+            skipped=gradient is None,
         )
 
     def _weights_read(self, gradient: Gradient) -> Mapping[str, Tensor]:

@@ -15,11 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.assembly import combined_digest
+from slipstream.config import Config, config_hash, to_dict
 from slipstream.errors import CheckpointError
 from slipstream.executor import Snapshot
 
@@ -119,6 +121,25 @@ class CheckpointWriter:
         for old in checkpoint_folders(self._folder)[self._keep_last :]:
             shutil.rmtree(old)
         return weights
+
+
+def run_manifest(config: Config, *, step: int, tokenizer: str, data_sha256: str) -> dict[str, Any]:
+    """Return what a run adds to the manifest of a checkpoint.
+
+    Args:
+        config: Resolved settings.
+        step: Updates made.
+        tokenizer: Its fingerprint.
+        data_sha256: Identifies the data.
+    """
+    return {
+        "config": to_dict(config),
+        "config_hash": config_hash(config),
+        "tokenizer": tokenizer,
+        "data_sha256": data_sha256,
+        "next_sequence": step * config.batch_size,
+        "versions": {"torch": torch.__version__},
+    }
 
 
 @dataclasses.dataclass(frozen=True)

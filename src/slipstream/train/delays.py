@@ -46,6 +46,23 @@ def delay_line(config: Config) -> DelayLine:
     )
 
 
+def largest_delay(config: Config) -> int | None:
+    """Return the largest delay that any batch of a run has; ``None`` where only the run will tell.
+
+    Args:
+        config: Resolved settings.
+
+    Raises:
+        ConfigError: As :func:`delay_line`.
+    """
+    if config.executor == "dataparallel":
+        return 0 if config.dataparallel.mode == "sync" else None
+    if config.executor == "pipeline":
+        return config.staleness.delay or 0
+    line = delay_line(config)
+    return line.delay if line.leaf_delays is None else min(line.delay, max(line.leaf_delays.values(), default=0))
+
+
 def _leaf_delays(config: Config, delay: int) -> dict[str, int] | None:
     """Return the delay of each leaf where the settings tell them apart."""
     staleness, names = config.staleness, parameter_names(config.model)

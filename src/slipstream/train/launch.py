@@ -18,15 +18,21 @@ from slipstream.config import (
     trajectory_changes,
 )
 from slipstream.data import Dataset, open_data
+from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import stages
 from slipstream.models.shapes import check_model
 from slipstream.optim.build import check_optim
 from slipstream.pipeline.runtime import pipeline_spec
 from slipstream.pipeline.schedules import verify
+from slipstream.staleness.async_checks import COMPENSATORS
+from slipstream.staleness.checks import check_staleness
+from slipstream.staleness.groups import check_cuts
 from slipstream.train.checkpoint import Checkpoint, newest_complete
+from slipstream.train.delays import largest_delay
+from slipstream.train.initial import adopted_model, check_vocabulary, initial_checkpoint, open_origin
 from slipstream.train.progress import Reporter
-from slipstream.train.rank import choose_device, run_single, training_loader, validation_batches
+from slipstream.train.rank import choose_device, run_data_parallel, run_single, training_loader, validation_batches
 from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.torchrun import run_under_torchrun
@@ -54,6 +60,7 @@ def launch(
     resume: bool = False,
     overwrite: bool = False,
     allow_change: Sequence[str] = (),
+    init_from: str = "",
 ) -> dict[str, Any] | None:
     """Train.
 
@@ -63,6 +70,8 @@ def launch(
         resume: Continue from the newest complete checkpoint of the run directory.
         overwrite: Remove the run that the directory holds.
         allow_change: Dotted settings that a resumed run may change although they change what is trained.
+        init_from: A run directory or a model folder whose weights (of a run: y) the run begins with; its model
+            settings are taken too.
 
     Returns:
         The summary; ``None`` where the run was asked to stop before its last step and has saved, and on ranks other
@@ -73,7 +82,14 @@ def launch(
     """
 
     def begin() -> Plan:
-        return prepare_run(config, reporter=reporter, resume=resume, overwrite=overwrite, allow_change=allow_change)
+        return prepare_run(
+            config,
+            reporter=reporter,
+            resume=resume,
+            overwrite=overwrite,
+            allow_change=allow_change,
+            init_from=init_from,
+        )
 
     if config.executor == "pipeline" and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
 
@@ -85,17 +101,32 @@ def launch(
     plan = begin()
     if plan.config.executor == "pipeline":
         return run_ranks(plan.config, plan.checkpoint.folder if plan.checkpoint else None)
+    if plan.config.executor == "dataparallel":
+        return run_data_parallel(plan.config, plan.dataset, reporter=reporter, checkpoint=plan.checkpoint)
     return run_single(plan.config, plan.dataset, reporter=reporter, checkpoint=plan.checkpoint)
 
 
 def prepare_run(
-    config: Config, *, reporter: Reporter, resume: bool, overwrite: bool, allow_change: Sequence[str]
+    config: Config,
+    *,
+    reporter: Reporter,
+    resume: bool,
+    overwrite: bool,
+    allow_change: Sequence[str],
+    init_from: str = "",
 ) -> Plan:
     """Check all that can be checked before the first step, then make the run directory; see :func:`launch`."""
     run_dir = RunDir(Path(config.run_dir))
     run_dir.check(resume=resume, overwrite=overwrite)
+    if resume and init_from:
+        raise ConfigError("--resume goes on with a run's own weights: leave out the other model to begin with.")
     device = choose_device(config)
     dataset = open_data(config.data.path)
+    origin, described = open_origin(init_from) if init_from else (None, "")
+    if origin is not None:
+        if warning := check_vocabulary(origin, dataset):
+            reporter.note(f"warning: {warning}")
+        config = dataclasses.replace(config, model=adopted_model(config.model, origin))
     if resume:
         config = _keep_lr_total(config, run_dir)
     config = resolve(config, vocab_size=dataset.tokenizer.vocab_size, cuda=device.type == "cuda")
@@ -104,11 +135,20 @@ def prepare_run(
         reporter.note(f"warning: {warning}")
     if config.executor == "pipeline":
         _check_pipeline(config)
+    if config.executor == "dataparallel":
+        check_dataparallel(config)
+    for warning in check_staleness(config, delay=largest_delay(config)):
+        reporter.note(f"warning: {warning}")
     loader = training_loader(config, dataset)
     validation_batches(config, dataset)
     checkpoint = _checkpoint_to_resume(config, dataset, run_dir, reporter, allow_change) if resume else None
     run_dir.prepare(resume=resume)
     run_dir.config.write_text(to_toml(config))
+    run_dir.tokenizer.mkdir(exist_ok=True)
+    dataset.tokenizer.save(run_dir.tokenizer)
+    if origin is not None:
+        checkpoint = initial_checkpoint(config, origin, dataset)
+        reporter.note(f"beginning with {described}; sha256 {checkpoint.manifest['weights_sha256'][:12]}")
     epochs = loader.epochs_for(config.train.num_steps)
     reporter.note(
         f"{config.train.num_steps} steps of {config.batch_tokens} tokens, {epochs:.2f} epochs of "
@@ -132,7 +172,9 @@ def _check_pipeline(config: Config) -> None:
                 "reads. Leave it out, or use --executor single."
             )
     spec = pipeline_spec(config)
-    stages(config.model, spec.num_stages, sequence_length=config.data.sequence_length)
+    cuts = stages(config.model, spec.num_stages, sequence_length=config.data.sequence_length)
+    if staleness.correction in COMPENSATORS:
+        check_cuts(staleness.agc, [cut.blocks.start for cut in cuts])
     verify(spec, num_batches=min(config.train.num_steps, 4))
 
 

@@ -5,13 +5,14 @@ import json
 import resource
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.errors import CheckpointError
+from slipstream.models.moe import RouterReport
 
 PEAK_FLOPS_BF16: Mapping[str, float] = {
     "H200": 989e12,
@@ -93,9 +94,33 @@ class Totals:
         )
 
 
-def model_flops_utilisation(tokens_per_s: float, flops_per_token: float, device: torch.device) -> float | None:
-    """Return the share of the device's peak, or ``None`` where the peak is not known."""
-    if device.type != "cuda":
+def router_figures(router: Sequence[RouterReport], *, loss: float) -> dict[str, Any]:
+    """Return the figures of a batch's routers for ``metrics.jsonl``.
+
+    Args:
+        router: Of each layer with experts.
+        loss: Cross-entropy of the batch, in which the auxiliary losses are not.
+
+    Example:
+        >>> router_figures([RouterReport(2.0, 0.0, 1.0, 0.5), RouterReport(1.5, 0.5, 2.0, 0.5)], loss=3.0)["aux_share"]
+        0.25
+    """
+    aux_loss = sum(each.aux_loss for each in router)
+    return {
+        "load_max": max(each.load_max for each in router),
+        "load_min": min(each.load_min for each in router),
+        "entropy": statistics.fmean(each.entropy for each in router),
+        "aux_loss": aux_loss,
+        "aux_share": aux_loss / (loss + aux_loss),
+        "dropped": 0,
+        "load_max_by_layer": [each.load_max for each in router],
+        "entropy_by_layer": [each.entropy for each in router],
+    }
+
+
+def model_flops_utilisation(tokens_per_s: float | None, flops_per_token: float, device: torch.device) -> float | None:
+    """Return the share of the device's peak, or ``None`` where the peak or the rate is not known."""
+    if device.type != "cuda" or tokens_per_s is None:
         return None
     name = torch.cuda.get_device_name(device)
     peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if part in name]
@@ -119,12 +144,13 @@ def log_line(row: Mapping[str, Any], *, num_steps: int, eta_s: float) -> str:
         eta_s: Expected seconds to its end.
     """
     mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "n/a"
+    rate = quantity(row["tokens_per_s"]) if row["tokens_per_s"] is not None else "n/a"
     parts = [
         f"step {row['step']}/{num_steps}",
         f"loss {row['loss']:.3f}",
         f"lr {row['lr']:.1e}",
         f"gnorm {row['grad_norm']:.2f}",
-        f"tok/s {quantity(row['tokens_per_s'])}",
+        f"tok/s {rate}",
         f"mfu {mfu}",
         f"mem {quantity(row['peak_memory_bytes'])}",
         f"staleness {row['staleness_mean']:.1f}/{row['staleness_max']}",
@@ -132,6 +158,8 @@ def log_line(row: Mapping[str, Any], *, num_steps: int, eta_s: float) -> str:
         f"data {row['data_fraction']:.1%}",
         f"eta {duration(eta_s)}",
     ]
+    if "router" in row:
+        parts.insert(4, f"load {row['router']['load_max']:.1f}x")
     return " | ".join(parts) + (" | SKIPPED (non-finite gradient)" if row["skipped"] else "")
 
 

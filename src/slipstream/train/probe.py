@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.config import Config, from_dict
+from slipstream.config import Config, coefficient_text, from_dict
 from slipstream.data import Batch, open_data
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.llama import cross_entropy_sum, whole_model
@@ -132,8 +132,9 @@ def model_losses(run: Config, weights: Weights, batches: list[Batch]) -> Losses:
 
 def probe_text(found: Mapping[str, Any]) -> str:
     """Return what :func:`run_probe` found as lines."""
+    coefficient = coefficient_text(found["error_feedback"])
     lines = [
-        f"{found['run']}: step {found['step']}, delay {found['delay']}, error feedback {found['error_feedback']:g}, "
+        f"{found['run']}: step {found['step']}, delay {found['delay']}, error feedback {coefficient}, "
         f"loss {found['loss']:.4f} on {found['num_tokens']} training tokens"
     ]
     for row in found["rules"]:
@@ -256,7 +257,8 @@ def _measure_muon(optimizer: Muon, losses: Losses, own: Weights, *, lr: float, c
 
 def _limits(setting: StabilityConfig, run: Config) -> dict[str, float]:
     """Return the stable products without delay, with a step of it, with error feedback, and at the run's setting."""
-    own = (run.staleness.delay or 0, run.staleness.error_feedback)
+    c = run.staleness.error_feedback
+    own = (run.staleness.delay or 0, 0.0 if isinstance(c, str) else c)  # auto has another c for each parameter
     limits = {}
     for delay, c in dict.fromkeys([(0, 0.0), (1, 0.0), (1, 1.0), own]):
         text = f"delay {delay}" + (f", error feedback {c:g}" if c else "")

@@ -14,14 +14,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from slipstream.config import Config
 from slipstream.data import Batch, Dataset, open_data
 from slipstream.data.loader import Loader
+from slipstream.dataparallel.engine import build_engine
 from slipstream.errors import ConfigError
 from slipstream.executor import Executor
+from slipstream.microbatches import microbatch_loader
 from slipstream.pipeline.runtime import PipelineExecutor
 from slipstream.pipeline.transport import Transport, connecting
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
 from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
 from slipstream.train.rundir import RunDir
 from slipstream.train.single import SingleExecutor
+from slipstream.train.trace import trace_events, write_trace
 from slipstream.train.trainer import TimedSource, Trainer
 
 UNLIMITED = datetime.timedelta(days=365)
@@ -54,6 +57,35 @@ def run_single(
     return _trainer(
         config, executor, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
     ).run()
+
+
+def run_data_parallel(
+    config: Config, dataset: Dataset, *, reporter: Reporter, checkpoint: Checkpoint | None
+) -> dict[str, Any] | None:
+    """Train with the executor `dataparallel`: the server lives in this process, the workers where the engine says.
+
+    Args:
+        config: Resolved settings.
+        dataset: Opened data.
+        reporter: Is told of every event.
+        checkpoint: Where to continue from.
+
+    Returns:
+        The summary; ``None`` where the run was asked to stop and has saved.
+    """
+    torch.set_num_threads(config.train.threads_per_rank)
+    device = choose_device(config)
+    source = TimedSource(microbatch_loader(config, dataset).batch)
+    engine = build_engine(config, source, device=device)
+    try:
+        if checkpoint is not None:
+            engine.restore(checkpoint)
+        writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
+        return _trainer(
+            config, engine, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
+        ).run()
+    finally:
+        engine.close()
 
 
 def run_pipeline_rank(
@@ -93,14 +125,14 @@ def run_pipeline_rank(
     transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=timeout_s)
     dataset = open_data(config.data.path, verify=False)
     source = TimedSource(training_loader(config, dataset).batch)
-    executor = PipelineExecutor(config, source, transport=transport, note=note)
+    executor = PipelineExecutor(config, source, transport=transport, note=note, record_steps=config.log.trace_steps)
     resumed = open_checkpoint(checkpoint, verify=False) if checkpoint is not None else None
     if resumed is not None:
         executor.restore(resumed)
     writer = CheckpointWriter(
         RunDir(Path(config.run_dir)).checkpoints,
         rank=rank,
-        gather=gather_through(store, rank=rank, num_ranks=num_ranks),
+        gather=gather_through(store, "checkpoint", rank=rank, num_ranks=num_ranks),
         keep_last=config.checkpoint.keep_last,
     )
     is_first = rank == 0
@@ -120,6 +152,10 @@ def run_pipeline_rank(
     if executor.step == config.train.num_steps:
         executor.close()
     note(rank, "waiting for the other ranks to end")
+    if config.log.trace_steps:
+        record = {"events": trace_events(executor.spans, rank=rank)}
+        if records := gather_through(store, "trace", rank=rank, num_ranks=num_ranks)(0, record):
+            write_trace(RunDir(Path(config.run_dir)).trace, [each["events"] for each in records])
     leave_together(store, rank=rank, num_ranks=num_ranks)
     return summary
 
@@ -134,20 +170,21 @@ def leave_together(store: Store, *, rank: int, num_ranks: int) -> None:
     store.wait([f"ended/{each}" for each in range(num_ranks)], UNLIMITED)
 
 
-def gather_through(store: Store, *, rank: int, num_ranks: int) -> GatherRecords:
+def gather_through(store: Store, purpose: str, *, rank: int, num_ranks: int) -> GatherRecords:
     """Return a way for rank 0 to collect what each rank wrote, that makes no other rank wait.
 
     Args:
         store: Shared by the ranks.
+        purpose: Begins the keys.
         rank: This rank.
         num_ranks: All of them.
     """
 
     def gather(step: int, record: dict[str, Any]) -> list[dict[str, Any]] | None:
-        store.set(f"checkpoint/{step}/{rank}", json.dumps(record))
+        store.set(f"{purpose}/{step}/{rank}", json.dumps(record))
         if rank != 0:
             return None
-        keys = [f"checkpoint/{step}/{each}" for each in range(num_ranks)]
+        keys = [f"{purpose}/{step}/{each}" for each in range(num_ranks)]
         store.wait(keys, UNLIMITED)
         return [json.loads(store.get(key)) for key in keys]
 

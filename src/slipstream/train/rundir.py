@@ -42,8 +42,18 @@ class RunDir:
         """A folder a saved step."""
         return self.path / "checkpoints"
 
+    @property
+    def tokenizer(self) -> Path:
+        """The data's tokenizer, without which the weights mean nothing."""
+        return self.path / "tokenizer"
+
+    @property
+    def trace(self) -> Path:
+        """What each rank did when, where the settings ask for it."""
+        return self.path / "trace.json"
+
     def _files(self) -> list[Path]:
-        return [self.config, self.metrics, self.evaluations, self.summary, self.checkpoints]
+        return [self.config, self.metrics, self.evaluations, self.summary, self.checkpoints, self.trace, self.tokenizer]
 
     @property
     def holds_run(self) -> bool:

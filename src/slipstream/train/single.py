@@ -1,17 +1,22 @@
 """The executor `single`: one process, any delay."""
 
+import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.assembly import StageParts
+from slipstream.assembly import StageParts, restore_slots, slot_tensors
 from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport
+from slipstream.microbatches import run_microbatches, to_device
 from slipstream.models.llama import cross_entropy_sum
+from slipstream.models.moe import RouterReport
 from slipstream.models.partition import whole
+from slipstream.staleness.backward import backward_on, build_backward
 from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
 from slipstream.train.delays import delay_line
 
@@ -32,6 +37,10 @@ class SingleExecutor:
         self._delay_line = delay_line(config)
         self._parts = StageParts(config, whole(config.model), num_versions=self._delay_line.num_versions, device=device)
         self._accumulator = GradientAccumulator()
+        delays: dict[str, int] = {}
+        for leaf, name in self._parts.parameter_of.items():
+            delays[name] = max(delays.get(name, 0), self._delay_line.leaf_delay(leaf))
+        self._backward = build_backward(config.staleness.backward_weights, delays=delays)
 
     @property
     def step(self) -> int:
@@ -50,8 +59,12 @@ class SingleExecutor:
             num_tokens=batch.num_tokens,
             read_versions=by_parameter if len(set(versions.values())) > 1 else None,
         )
+        router = self._parts.router_log.take(batch.index)
         norm = global_norm(gradient.norms(self._parts.names, device=self._device))
         report = self._parts.updater.step(gradient, norm)
+        if self._backward is not None:
+            weights = self._parts.updater.weights
+            self._backward.observe(weights.read(report.version - 1), weights.read(report.version))
         return StepReport(
             step=report.version,
             loss=loss,
@@ -61,23 +74,37 @@ class SingleExecutor:
             num_tokens=batch.num_tokens,
             skipped=report.skipped,
             stop=stop_requested,
+            method_metrics=self._parts.method_metrics(),
+            router=tuple(RouterReport(*each.tolist()) for _, each in sorted(router.items())),
         )
 
     def _accumulate(self, batch: Batch, versions: Mapping[str, int]) -> float:
         """Run forward and backward of each microbatch in order; return the batch's mean loss."""
         module, leaves = self._parts.mixed_module(versions)
-        num_tokens = batch.num_tokens
-        num_microbatches = self._config.pipeline.num_microbatches
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index in range(num_microbatches):
-            part = batch.microbatch(index, num_microbatches)
-            logits = module(self._tensor(part.inputs), dropout_key=(batch.index, index))
-            # The whole batch's token count is the one normalization, so no mean of means arises.
-            loss = cross_entropy_sum(logits, self._tensor(part.targets)) / num_tokens
-            torch.autograd.backward(loss)
-            self._accumulator.add(leaves)
-            total += loss.detach()
-        return float(total)
+        count = self._config.pipeline.num_microbatches
+        return run_microbatches(
+            (((batch.index, index), batch.microbatch(index, count)) for index in range(count)),
+            module=module,
+            leaves=leaves,
+            accumulator=self._accumulator,
+            num_tokens=batch.num_tokens,
+            device=self._device,
+            saving=self._saving(versions, leaves),
+        )
+
+    def _saving(
+        self, versions: Mapping[str, int], leaves: Mapping[str, Tensor]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which a forward keeps the weights that its backward is to use."""
+        weights = self._parts.updater.weights
+        if self._backward is None or set(versions.values()) == {weights.latest}:
+            return contextlib.nullcontext()
+        newest = weights.read(weights.latest)
+        others = {
+            leaf: self._backward.of(name, newest[name], steps=weights.latest - versions[leaf])
+            for leaf, name in self._parts.parameter_of.items()
+        }
+        return backward_on(leaves, others)
 
     @property
     def has_two_points(self) -> bool:
@@ -88,17 +115,25 @@ class SingleExecutor:
         """Return the summed loss in nats over batches."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            logits = self._parts.forward_at(point, self._tensor(batch.inputs))
-            total += cross_entropy_sum(logits, self._tensor(batch.targets))
+            logits = self._parts.forward_at(point, to_device(batch.inputs, self._device))
+            total += cross_entropy_sum(logits, to_device(batch.targets, self._device))
         return float(total)
-
-    def _tensor(self, ids: np.ndarray) -> Tensor:
-        return torch.from_numpy(ids).to(self._device)
 
     def snapshot(self) -> Snapshot:
         """Return a copy of the state after the newest update."""
-        return self._parts.snapshot()
+        snapshot = self._parts.snapshot()
+        if self._backward is None:
+            return snapshot
+        held = slot_tensors("backward", self._backward.slots)
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in held.items()}
+        return dataclasses.replace(snapshot, tensors={**snapshot.tensors, **copies})
+
+    def figures(self) -> Mapping[str, Any]:
+        """Return nothing beside what all executors have."""
+        return {}
 
     def restore(self, state: StateReader) -> None:
         """Continue from a saved state."""
         self._parts.restore(state)
+        if self._backward is not None:
+            restore_slots("backward", self._backward.slots, state, self._parts.updater.masters)

@@ -13,15 +13,22 @@ from typing import Any
 
 import torch
 
-from slipstream.config import Config, config_hash, to_dict
+from slipstream.config import Config, config_hash
 from slipstream.data.loader import Batch
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import NonFiniteError
 from slipstream.executor import BatchSource, Executor, StepReport
 from slipstream.models.shapes import flops_per_token
-from slipstream.train.checkpoint import Checkpoint, CheckpointWriter
+from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, run_manifest
 from slipstream.train.evaluate import Evaluation, evaluate
-from slipstream.train.metrics import JsonLines, Totals, model_flops_utilisation, peak_memory_bytes, read_json_lines
+from slipstream.train.metrics import (
+    JsonLines,
+    Totals,
+    model_flops_utilisation,
+    peak_memory_bytes,
+    read_json_lines,
+    router_figures,
+)
 from slipstream.train.progress import Reporter
 from slipstream.train.rundir import RunDir
 
@@ -186,24 +193,30 @@ class Trainer:
         self._step_times.append(step_s)
         if self._rank != 0:
             return
-        tokens_per_s = report.num_tokens / step_s
+        wall_s, step_s = step_s, step_s if report.step_s is None else report.step_s
+        # Two pushes at one instant of a virtual clock can make two steps, the second in no time.
+        tokens_per_s = report.num_tokens / step_s if step_s else None
         flops = flops_per_token(self._config.model, self._config.data.sequence_length)
-        row = {
+        row: dict[str, Any] = {
             "step": report.step,
             "loss": report.loss,
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "tokens_per_s": tokens_per_s,
-            "staleness_mean": float(report.staleness),
+            "staleness_mean": float(report.staleness if report.staleness_mean is None else report.staleness_mean),
             "staleness_max": report.staleness,
-            "bubble_fraction": report.idle_s / (report.num_ranks * step_s),
+            "bubble_fraction": report.idle_s / (report.num_ranks * step_s) if step_s else 0.0,
             "step_s": step_s,
             "num_tokens": report.num_tokens,
-            "data_fraction": self._source.take_s() / step_s,
+            "data_fraction": self._source.take_s() / wall_s,
             "mfu": model_flops_utilisation(tokens_per_s, flops, self._device),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "skipped": report.skipped,
         }
+        if report.method_metrics and _due(report.step, self._config.log.every_steps):
+            row["method_metrics"] = dict(report.method_metrics)
+        if report.router:
+            row["router"] = router_figures(report.router, loss=report.loss)
         self._metrics.write(row)
         remaining = self._config.train.num_steps - report.step
         self._reporter.on_step(row, eta_s=remaining * statistics.fmean(self._step_times))
@@ -226,14 +239,9 @@ class Trainer:
 
     def _save(self) -> None:
         step = self._executor.step
-        manifest = {
-            "config": to_dict(self._config),
-            "config_hash": config_hash(self._config),
-            "tokenizer": self._tokenizer.fingerprint(),
-            "data_sha256": self._data_sha256,
-            "next_sequence": step * self._config.batch_size,
-            "versions": {"torch": torch.__version__},
-        }
+        manifest = run_manifest(
+            self._config, step=step, tokenizer=self._tokenizer.fingerprint(), data_sha256=self._data_sha256
+        )
         self._writer.save(step, self._executor.snapshot(), manifest)
 
     def _summarize(self) -> dict[str, Any]:
@@ -261,6 +269,7 @@ class Trainer:
             "weights_sha256": self._weights_sha256,
             "config_hash": config_hash(config),
         } | dataclasses.asdict(Totals.of(rows))
+        summary |= self._executor.figures()
         self._run_dir.summary.write_text(json.dumps(summary, indent=1) + "\n")
         return summary
 

@@ -61,10 +61,19 @@ def test_long_sequences_weigh_blocks_up_against_the_head():
     assert share[1] < share[0]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+def test_experts_cost_what_a_token_goes_through():
+    dense = layer_costs(CFG)
+    two_of_many = dataclasses.replace(CFG, num_experts=50, experts_per_token=2, expert_ffn_dim=12, num_dense_layers=3)
+    costs = layer_costs(two_of_many)
+    assert costs[:3] == dense[:3]
+    router = 2 * CFG.dim * 50
+    assert [cost - router for cost in costs[3:]] == dense[3:]  # 2 x 12 = 24 = ffn_dim
+
+
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"num_experts": 3, "num_dense_layers": 2}])
 @pytest.mark.parametrize("num_stages", range(1, 8))
-def test_every_parameter_lives_on_exactly_one_stage(num_stages, tied):
-    cfg = dataclasses.replace(CFG, tie_embeddings=tied)
+def test_every_parameter_lives_on_exactly_one_stage(num_stages, change):
+    cfg = dataclasses.replace(CFG, **change)
     found = stages(cfg, num_stages)
     assert len(found) == num_stages
     names = []

@@ -1,11 +1,15 @@
 """Roles follow from names alone."""
 
+import dataclasses
+from typing import get_args
+
 import pytest
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.models.roles import is_matrix_role, role
+from slipstream.models.roles import Role, is_matrix_role, role
 from slipstream.models.shapes import parameter_shapes
+from slipstream.optim.build import MATRIX_ROLES
 
 CFG = ModelConfig(num_layers=2, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=11, tie_embeddings=True)
 
@@ -26,6 +30,22 @@ def test_every_parameter_of_the_decoder_has_its_role():
         "head.weight": "head",
         "head.norm.weight": "norm",
     }
+
+
+def test_every_parameter_of_a_mixture_of_experts_has_its_role():
+    cfg = dataclasses.replace(CFG, num_experts=3, num_shared_experts=1)
+    roles = {name.split(".ffn.")[1]: role(name) for name in parameter_shapes(cfg) if "blocks.1.ffn." in name}
+    assert roles == {
+        "router.weight": "router",
+        "expert_gate.weight": "expert_gate",
+        "expert_up.weight": "expert_up",
+        "expert_down.weight": "expert_down",
+        "shared.gate.weight": "ffn_gate",
+        "shared.up.weight": "ffn_up",
+        "shared.down.weight": "ffn_down",
+    }
+    assert [is_matrix_role(each) for each in roles.values()] == [False] + [True] * 6
+    assert {each for each in get_args(Role) if is_matrix_role(each)} == MATRIX_ROLES - {"expert"}
 
 
 def test_matrices_are_those_inside_blocks_and_never_embedding_head_or_router():

@@ -16,6 +16,7 @@ from slipstream.models.shapes import (
     check_complete,
     check_model,
     flops_per_token,
+    num_active_parameters,
     num_parameters,
     parameter_names,
     parameter_shapes,
@@ -23,6 +24,14 @@ from slipstream.models.shapes import (
 )
 
 SMALL = ModelConfig(num_layers=2, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=24, vocab_size=11)
+EXPERTS = {
+    "num_layers": 3,
+    "num_experts": 5,
+    "experts_per_token": 2,
+    "expert_ffn_dim": 10,
+    "num_shared_experts": 2,
+    "num_dense_layers": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,16 @@ SMALL = ModelConfig(num_layers=2, dim=16, num_heads=4, num_kv_heads=2, ffn_dim=2
         ({"rope_theta": 0.0}, ["rope_theta is 0.0"]),
         ({"norm_eps": 0.0}, ["norm_eps is 0.0"]),
         ({"init_std": math.inf}, ["init_std is inf"]),
+        ({"num_experts": -1}, ["num_experts is -1"]),
+        ({"num_experts": 4, "experts_per_token": 5}, ["experts_per_token is 5", "from 1 to", "num_experts 4"]),
+        ({"num_experts": 4, "experts_per_token": 0}, ["experts_per_token is 0"]),
+        ({"num_experts": 4, "experts_per_token": 1}, ["router_renormalize", "would not learn", "false"]),
+        ({"num_experts": 4, "num_dense_layers": 2}, ["num_dense_layers is 2", "none of the 2 layers", "0 to 1"]),
+        ({"num_shared_experts": 1}, ["num_shared_experts is 1", "num_experts is 0"]),
+        ({"num_dense_layers": 1}, ["num_dense_layers is 1", "num_experts is 0"]),
+        ({"num_experts": 4, "expert_ffn_dim": -1}, ["expert_ffn_dim is -1"]),
+        ({"num_experts": 4, "router_aux_loss": -0.1}, ["router_aux_loss is -0.1"]),
+        ({"num_experts": 4, "router_z_loss": math.nan}, ["router_z_loss is nan"]),
     ],
 )
 def test_settings_that_describe_no_model_are_refused_with_what_is_allowed(change, words):
@@ -60,9 +79,13 @@ def test_a_vocabulary_not_yet_known_passes_the_check_but_cannot_be_built_or_coun
             use(unknown)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_names_and_shapes_are_those_of_the_built_model_in_its_order(tied):
-    cfg = dataclasses.replace(SMALL, num_layers=12, tie_embeddings=tied)
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"tie_embeddings": True}, EXPERTS, {"num_experts": 2}],
+    ids=["plain", "tied", "experts", "experts alone"],
+)
+def test_names_and_shapes_are_those_of_the_built_model_in_its_order(change):
+    cfg = dataclasses.replace(SMALL, **{"num_layers": 12} | change)
     model = whole_model(cfg, device="meta")
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert list(parameter_shapes(cfg).items()) == list(built.items())
@@ -78,15 +101,25 @@ def test_a_tied_pair_is_two_leaves_and_counts_once():
     assert num_parameters(SMALL) == sum(p.numel() for p in whole_model(SMALL).parameters())
 
 
-def test_flops_are_those_of_the_matrix_products_that_torch_counts_and_of_the_attention_scores():
+def test_of_experts_only_the_chosen_are_active():
+    cfg = dataclasses.replace(SMALL, **EXPERTS)
+    everyone = dataclasses.replace(cfg, experts_per_token=cfg.num_experts)
+    assert num_active_parameters(everyone) == num_parameters(everyone) == num_parameters(cfg)
+    assert num_parameters(cfg) - num_active_parameters(cfg) == 2 * 3 * 3 * 16 * 10  # layers, experts, matrices
+    assert num_active_parameters(SMALL) == num_parameters(SMALL)
+
+
+@pytest.mark.parametrize("change", [{}, EXPERTS], ids=["dense", "experts"])
+def test_flops_are_those_of_the_matrix_products_that_torch_counts_and_of_the_attention_scores(change):
     batch, length = 3, 8
-    model = whole_model(SMALL)
+    cfg = dataclasses.replace(SMALL, **change)
+    model = whole_model(cfg)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(tokens), tokens).backward()
     products = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.bmm))
-    scores = 3 * 2 * (2 * length * SMALL.dim) * SMALL.num_layers  # 3 passes, 2 products, T x D each, per token
-    assert flops_per_token(SMALL, length) * batch * length == products + scores * batch * length
+    scores = 3 * 2 * (2 * length * cfg.dim) * cfg.num_layers  # 3 passes, 2 products, T x D each, per token
+    assert flops_per_token(cfg, length) * batch * length == products + scores * batch * length
 
 
 def test_what_plans_a_model_imports_no_torch():

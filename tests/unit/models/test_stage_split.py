@@ -28,6 +28,18 @@ VARIANTS = [
         (True, True, 0.2, "tied-checkpointing-dropout"),
     ]
 ]
+EXPERTS = {
+    "num_experts": 3,
+    "num_shared_experts": 1,
+    "num_dense_layers": 1,
+    "expert_ffn_dim": 10,
+    "router_aux_loss": 0.2,
+    "router_z_loss": 0.1,
+}
+VARIANTS += [
+    pytest.param(EXPERTS, id="experts-dropout"),
+    pytest.param(EXPERTS | {"activation_checkpointing": True}, id="experts-checkpointing-dropout"),
+]
 
 
 def microbatches():
@@ -98,10 +110,10 @@ def test_any_cut_gives_the_bits_of_one_process(cuts):
     assert_same_bits(in_one_process(CFG), in_stages(CFG, specs))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, EXPERTS], ids=["plain", "tied", "experts"])
 @pytest.mark.parametrize("num_stages", range(1, CFG.num_layers + 1))
-def test_initial_weights_do_not_depend_on_the_split(num_stages, tied):
-    cfg = dataclasses.replace(CFG, tie_embeddings=tied)
+def test_initial_weights_do_not_depend_on_the_split(num_stages, change):
+    cfg = dataclasses.replace(CFG, **change)
     expected = dict(whole_model(cfg).named_parameters())
     found = {}
     for spec in reversed(stages(cfg, num_stages)):

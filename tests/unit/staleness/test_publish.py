@@ -39,7 +39,9 @@ def loss_gradient(weights: Tensor, batch: int) -> Tensor:
     return leaf.grad
 
 
-def published_weights(make_optimizer, coefficient: float, *, lr_factor=falling) -> list[Tensor]:
+def published_weights(
+    make_optimizer, coefficient: float, *, lr_factor=falling, has_history: bool = False
+) -> list[Tensor]:
     """Every published version, made by the update path."""
     y = nn.Parameter(initial_weights())
     optimizer = make_optimizer([y])
@@ -53,6 +55,7 @@ def published_weights(make_optimizer, coefficient: float, *, lr_factor=falling) 
         publish=build_publish_method(coefficient),
         lr_factor=lr_factor,
     )
+    updater.publish.load_state_dict({"has_history": has_history})
     versions = [weights.read(0)["w"].clone()]
     for batch in range(STEPS):
         version = max(batch - 1, 0)
@@ -155,6 +158,27 @@ def test_plain_sgd_update_level_equals_gradient_level():
 
     assert largest_difference(versions, literal_weights(sgd, literal, lr_factor=constant)) < 1e-12
     assert largest_difference(versions, published_weights(sgd, 1.0, lr_factor=constant)) < 1e-12
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9, 0.99])
+def test_delayed_nesterov_with_a_discounted_gradient_is_momentum_with_error_feedback(gamma):
+    """AsyncPP's method on a plain rule: w <- w + d - lr (1 - gamma) g(w + d, one step old), d = gamma (w - w_prev).
+
+    Its look-ahead points are what error feedback with c = gamma publishes, its discount is dampening. Torch does not
+    dampen the first gradient, and the look-ahead starts from there: no bootstrap.
+    """
+    lr, w, d = 0.3, initial_weights(), torch.zeros(6, 4, dtype=torch.float64)
+    ahead = [w]
+    for batch in range(STEPS):
+        discount = 1.0 if batch == 0 else 1 - gamma
+        moved = w + d - lr * discount * loss_gradient(ahead[max(batch - 1, 0)], batch)
+        d, w = gamma * (moved - w), moved
+        ahead.append(w + d)
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=lr, momentum=gamma, dampening=gamma)
+
+    assert largest_difference(ahead, published_weights(sgd, gamma, lr_factor=constant, has_history=True)) < 1e-12
 
 
 def test_narrow_published_dtype_extrapolates_in_the_masters_dtype():

@@ -160,3 +160,35 @@ def test_accumulator_widens_narrow_gradients_before_adding():
         leaf.grad = torch.tensor([value], dtype=torch.bfloat16)
         accumulator.add({"w": leaf})
     assert float(accumulator.take()["w"]) == 257.0, "bfloat16 alone would give 256"
+
+
+def test_prepare_then_apply_is_a_step_and_several_prepared_make_one():
+    whole, halves = make_updater(max_grad_norm=0.5), make_updater(max_grad_norm=0.5)
+    for batch in range(3):
+        g = gradient(0.7, read_version=max(batch - 1, 0))
+        norm = global_norm(g.norms(NAMES))
+        apply(whole, gradient(0.7, read_version=max(batch - 1, 0)))
+        prepared = halves.prepare(g, norm)
+        report = halves.apply(prepared, stalenesses=(halves.staleness_of(g),), grad_norm=float(norm))
+    assert (report.version, report.staleness, report.lr_factor) == (3, 1, 1 / 3)
+    assert all(torch.equal(whole.masters[name], halves.masters[name]) for name in NAMES)
+    assert halves.prepare(gradient(math.nan, read_version=3), torch.tensor(math.nan)) is None
+    assert halves.weights.latest == 3, "preparing changes nothing"
+    report = halves.apply(gradient(0.1, read_version=3), stalenesses=(2, 0, 1), grad_norm=1.0)
+    assert (report.version, report.staleness) == (4, 2)
+
+
+def test_weights_read_may_come_from_elsewhere():
+    seen = []
+
+    class Spy:
+        def correct(self, gradient, *, staleness, now, read):
+            seen.append((staleness, float(read["a"][0])))
+            return gradient
+
+    updater = make_updater(delay=0, corrections=[Spy()])
+    for _ in range(2):
+        apply(updater, gradient(0.1, read_version=updater.weights.latest))
+    old = {"a": torch.full((3,), 7.0), "b": torch.zeros(2, 2)}
+    updater.prepare(gradient(0.1, read_version=0), torch.tensor(1.0), read=old)
+    assert seen[-1] == (2, 7.0)

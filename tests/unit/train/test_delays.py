@@ -9,6 +9,7 @@ import torch
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.errors import ConfigError
+from slipstream.models.roles import role
 from slipstream.models.shapes import parameter_names
 from slipstream.train.delays import delay_line
 from slipstream.train.single import SingleExecutor
@@ -164,6 +165,10 @@ def test_settings_that_make_no_sense_are_refused(staleness, said, loader):
         {"delay": 1, "correction": "gap_aware"},
         {"delay": 1, "correction": "gradient_feedback", "correction_strength": 1.0},
         {"delay": 1, "prediction": "xpipe"},
+        {"delay": 2, "error_feedback": "auto"},
+        {"delay": 2, "backward_weights": "newest"},
+        {"delay": 2, "backward_weights": "pipemare"},
+        {"delay_stages": 3, "backward_weights": "pipemare", "lr_discount": "pipemare", "lr_discount_steps": 5},
         {"delay": 3, "lr_discount": "inverse_staleness"},
         {"delay": 3, "lr_discount": "pipemare", "lr_discount_steps": 5},
         {"delay": 2, "sync_until_step": 2, "sync_from_step": 6, "error_feedback": 1.0},
@@ -181,6 +186,39 @@ def test_every_remedy_changes_the_run_and_resumes_exactly(staleness, loader):
     second.restore(_Saved(first))
     assert head + [second.run_step().loss for _ in range(STEPS - 4)] == losses
     assert second.snapshot().digests == whole.snapshot().digests
+
+
+@pytest.mark.parametrize("kind", ["newest", "pipemare"])
+def test_other_weights_in_the_backward_change_gradients_and_not_the_batch_that_is_fresh(kind, loader):
+    plain, found = (run({"delay": 2, "backward_weights": each}, loader)[0] for each in ("read", kind))
+    # Batch 0 is fresh; batches 1 and 2 read version 0, and only their backward can differ, seen from version 2 on.
+    assert found[:4] == plain[:4]
+    assert all(a != b for a, b in zip(found[4:], plain[4:], strict=True))
+    assert run({"backward_weights": kind}, loader)[0] == run({}, loader)[0], "without delay there are no others"
+
+
+def test_the_backward_reads_the_newest_weights_of_each_stage(loader):
+    """Batch 1 is stale on the first stage alone, whose weights pass no gradient on to the second: update 2 differs on
+    the first stage only, and batch 3 is the first to read that. (A clip would tell the second stage at once.)"""
+    optim = {"lr": 0.02, "max_grad_norm": 0.0}
+    kinds = [{"delay_stages": 2, "backward_weights": each} for each in ("read", "newest")]
+    plain, found = (run(each, loader, optim=optim)[0] for each in kinds)
+    assert plain[:3] == found[:3]
+    assert all(a != b for a, b in zip(plain[3:], found[3:], strict=True))
+
+
+@pytest.mark.parametrize(("staleness", "is_logged"), [({"delay": 1, "error_feedback": "auto"}, True), ({}, False)])
+def test_the_coefficients_that_were_found_are_reported_by_role(staleness, is_logged, loader):
+    config = settings(staleness)
+    executor = SingleExecutor(config, loader.batch, device=torch.device("cpu"))
+    reports = [executor.run_step() for _ in range(STEPS)]
+    if not is_logged:
+        assert all(not report.method_metrics for report in reports)
+        return
+    found = reports[-1].method_metrics
+    assert set(found) == {f"error_feedback/{role(name)}" for name in parameter_names(config.model)}
+    assert all(0.0 <= c <= 2.0 for c in found.values())
+    assert any(found.values())
 
 
 def _steps(config, loader):

@@ -49,6 +49,24 @@ def test_resumed_equals_continuous(tmp_path, rule, delay):
         assert whole[key] == halves[key], key
 
 
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        {"correction": "agc", "agc": {"min_pairs": 2, "ramp_steps": 3, "curvature": "fisher", "displacement": "ema"}},
+        {"correction": "agc_damping", "agc": {"min_pairs": 2, "ramp_steps": 3}},
+        {"lr_discount": "aalr", "aalr_threshold": 0.5},
+    ],
+)
+def test_what_remembers_gradients_resumes_with_them(tmp_path, remedy):
+    options = {"staleness": {"delay": 1} | remedy}
+    whole = train(tmp_path / "whole", num_steps=10, **options)
+    train(tmp_path / "halves", num_steps=5, **options)
+    halves = train(tmp_path / "halves", num_steps=10, resume=True, **options)
+    plain = train(tmp_path / "plain", num_steps=10, staleness={"delay": 1})
+    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
+    assert whole["weights_sha256"] == halves["weights_sha256"] != plain["weights_sha256"]
+
+
 def test_resume_before_anything_stale_was_made(tmp_path):
     """At step 1 with delay 3 fewer versions exist than buffers."""
     options = {"staleness": {"delay": 3, "error_feedback": 2.0}, "optim": {"name": "muon"}}

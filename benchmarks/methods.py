@@ -1,0 +1,229 @@
+"""Draws the pictures of docs/methods from what `slipstream compare configs/compare/methods.toml` has trained.
+
+    python benchmarks/methods.py RUN_DIR [--out docs/pictures/methods]
+
+One SVG a page: smoothed training loss of synchronous training, of plain delay, and of the method, mean over seeds, with
+the validation loss and the gap to synchronous (95 % interval over paired seeds) in the legend.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.report.cells import cells_of
+from slipstream.report.curves import SMOOTHING, thinned
+from slipstream.report.grid import ALL, NONE
+from slipstream.report.grid_file import load_grid
+from slipstream.report.results import read_results
+from slipstream.report.statistics import smoothed
+from slipstream.report.svg import Canvas, Scale, draw_axes, padded, tick_format
+from slipstream.report.table import TableRow, at_equal_lr, figure, signed
+from slipstream.train.metrics import quantity
+
+ROOT = Path(__file__).parents[1]
+GRID = ROOT / "configs" / "compare" / "methods.toml"
+WIDTH, PLOT_BOTTOM, LEGEND_TOP, LINE = 560, 238, 292, 19
+
+STYLE = """
+text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif; fill: #5d626b; }
+.title { font-size: 14px; font-weight: 600; fill: #1b1d22; }
+.label { fill: #1b1d22; }
+.paper { fill: #ffffff; }
+.rule, .zero { fill: none; stroke: #e3e2dc; }
+.curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.sync { stroke: #2b2f36; stroke-width: 2; }
+.c0 { stroke: #d1383d; } .c1 { stroke: #1f6fd6; } .c2 { stroke: #1f8a4c; } .c3 { stroke: #8a4fd0; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #9aa0a8; } .title, .label { fill: #e8e9eb; } .paper { fill: #1a1d21; }
+  .rule, .zero { stroke: #2d3238; } .sync { stroke: #e8e9eb; }
+  .c0 { stroke: #ff6b6b; } .c1 { stroke: #6aa8ff; } .c2 { stroke: #58c985; } .c3 { stroke: #b892ff; }
+}
+"""
+
+
+class Line(NamedTuple):
+    """An arm of the grid, and what a legend calls it."""
+
+    label: str
+    remedy: str = NONE
+    delay: int = 1
+    read: str = ALL
+    rule: str = "adamw"
+
+
+SYNC, DELAY = Line("synchronous", delay=0), Line("delay 1")
+STAGES = "four stages"
+
+PICTURES: Mapping[str, tuple[str, Sequence[Line]]] = {
+    "error_feedback": (
+        "AdamW with error feedback",
+        (
+            SYNC,
+            DELAY,
+            Line("c = 1", "error_feedback"),
+            Line("c = auto", "error_feedback, auto"),
+            Line("c = 1 without delay", "error_feedback", 0),
+        ),
+    ),
+    "error_feedback_muon": (
+        "Muon with error feedback",
+        tuple(
+            line._replace(rule="muon")
+            for line in (SYNC, DELAY, Line("c = 1", "error_feedback"), Line("c = auto", "error_feedback, auto"))
+        ),
+    ),
+    "gradient_feedback": (
+        "AdamW with gradient-level feedback",
+        (SYNC, DELAY, Line("gradient level", "gradient_feedback"), Line("update level", "error_feedback")),
+    ),
+    "dc_asgd": (
+        "AdamW with DC-ASGD",
+        (SYNC, DELAY, Line("DC-ASGD", "dc_asgd"), Line("DC-ASGD-a", "dc_asgd_adaptive")),
+    ),
+    "weight_prediction": (
+        "AdamW with XPipe's prediction",
+        (SYNC, DELAY, Line("XPipe", "xpipe"), Line("error feedback, c = 1", "error_feedback")),
+    ),
+    "spectrain": (
+        "SGD with SpecTrain's prediction",
+        tuple(line._replace(rule="sgd") for line in (SYNC, DELAY, Line("SpecTrain", "spectrain"))),
+    ),
+    "pipemare": (
+        "AdamW in four stages, delays 3, 2, 1, 0",
+        (
+            SYNC,
+            Line("backward on the weights read", NONE, 3, STAGES),
+            Line("backward on the newest", "backward on newest weights", 3, STAGES),
+            Line("PipeMare T2", "pipemare T2", 3, STAGES),
+            Line("PipeMare T1 + T2", "pipemare T1 + T2", 3, STAGES),
+        ),
+    ),
+    "asyncpp": (
+        "AsyncPP: NAdamW with a long momentum",
+        (
+            SYNC._replace(label="AdamW, synchronous"),
+            DELAY._replace(label="AdamW, delay 1"),
+            Line("AsyncPP, delay 1", rule="asyncpp"),
+            Line("AsyncPP, synchronous", rule="asyncpp", delay=0),
+            Line("NAdamW (0.9, 0.95), delay 1", rule="nadamw"),
+        ),
+    ),
+    "gap_aware": ("AdamW with Gap-Aware", (SYNC, DELAY, Line("Gap-Aware", "gap_aware"))),
+    "inverse_staleness": (
+        "AdamW at a delay of 3",
+        (SYNC, Line("delay 3", delay=3), Line("lr / 3", "1/tau", 3)),
+    ),
+    "sync_start_and_cool_down": (
+        "AdamW, a quarter of the run without delay",
+        (
+            SYNC,
+            DELAY,
+            Line("the first quarter", "synchronous start"),
+            Line("the last quarter", "synchronous cool-down"),
+        ),
+    ),
+    "basis_rotation": (
+        "Adam in a rotated basis",
+        (
+            SYNC._replace(label="AdamW, synchronous"),
+            DELAY._replace(label="AdamW, delay 1"),
+            Line("rotated, delay 1", rule="basis_rotation"),
+            Line("rotated, synchronous", rule="basis_rotation", delay=0),
+        ),
+    ),
+    "pipedream": (
+        "AdamW in four stages: PipeDream beside 2BW",
+        (
+            SYNC,
+            DELAY._replace(label="2BW: delay 1 everywhere"),
+            Line("PipeDream: delays 3, 2, 1, 0", NONE, 3, STAGES),
+            Line("delay 3 everywhere", delay=3),
+        ),
+    ),
+}
+"""By file name: title and lines."""
+
+
+def picture(title: str, lines: Sequence[Line], rows: Mapping[Line, TableRow]) -> str:
+    """Return one picture as a file of its own.
+
+    Args:
+        title: Above it.
+        lines: What to draw, the most important first.
+        rows: What came out, by arm.
+    """
+    found = [(line, rows[line._replace(label="")]) for line in lines]
+    curves = [row.result.mean_losses for _, row in found]
+    span = max(round(SMOOTHING * max(map(len, curves))), 2)
+    soft = [np.array(smoothed(curve.tolist(), span=span)) if len(curve) else curve for curve in curves]
+    low, high = padded([value for curve in soft for value in curve[len(curve) // 6 :]])
+    tokens = max(row.result.tokens_per_step * len(curve) for (_, row), curve in zip(found, curves, strict=True))
+    canvas = Canvas(LEGEND_TOP + LINE * len(found), label=title, width=WIDTH)
+    x = Scale(low=0, high=tokens, start=52, end=WIDTH - 16)
+    y = Scale(low=low, high=high, start=PLOT_BOTTOM, end=34)
+    canvas.bar(0, 0, canvas.width, canvas.height, "paper")
+    canvas.text((10, 20), title, "title")
+    draw_axes(
+        canvas,
+        x,
+        y,
+        x_label="tokens",
+        y_label="training loss, nats per token",
+        x_ticks=[(value, quantity(value).replace(".0", "")) for value in x.ticks(5)],
+        y_format=tick_format(y.ticks(6)),
+    )
+    canvas.window("plot", x, y)
+    for index, ((line, row), curve) in reversed(list(enumerate(zip(found, soft, strict=True)))):
+        css = f"curve {_colour(index)}"
+        canvas.line(
+            [(x(step * row.result.tokens_per_step), y(loss)) for step, loss in thinned(curve)], css, clip="plot"
+        )
+        at = LEGEND_TOP + LINE * index
+        canvas.line([(14, at - 4), (34, at - 4)], css)
+        canvas.text((42, at), line.label, "label")
+        gap = (
+            f", {signed(row.gap)} above synchronous" if row.gap is not None and not row.arm.is_plain_synchronous else ""
+        )
+        canvas.text((WIDTH - 16, at), f"validation {figure(row.val_loss)}{gap}", anchor="end")
+    size = f'width="{WIDTH}" height="{LEGEND_TOP + LINE * len(found)}"'
+    whole = str(canvas).replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" {size} ', 1)
+    end = whole.index(">") + 1
+    return f"{whole[:end]}<style>{STYLE}</style>{whole[end:]}\n"
+
+
+def _colour(index: int) -> str:
+    return "sync" if index == 0 else f"c{index - 1}"
+
+
+def rows_by_line(grid_file: Path, folder: Path) -> dict[Line, TableRow]:
+    """Return what came out of a grid, by arm."""
+    results = read_results(cells_of(load_grid(grid_file)), folder / "cells")
+    return {
+        Line("", row.arm.remedy, row.arm.delay, row.arm.read, row.arm.rule): row
+        for row in at_equal_lr(results)
+        if row.val_loss is not None
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, help="of the comparison")
+    parser.add_argument("--grid", type=Path, default=GRID, help="that it was made with")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures" / "methods")
+    args = parser.parse_args()
+    rows = rows_by_line(args.grid, args.run_dir)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, (title, lines) in PICTURES.items():
+        missing = [line for line in lines if line._replace(label="") not in rows]
+        if missing:
+            print(f"{name}: left out, no result for {', '.join(line.label for line in missing)}")
+            continue
+        (args.out / f"{name}.svg").write_text(picture(title, lines, rows), encoding="utf-8")
+        print(args.out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Tokenizers in the files of the Hugging Face hub: writing ours, reading any that has a ``tokenizer.json``."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from slipstream.data.tokenizer import (
+    BPE_FILE,
+    EOS_TEXT,
+    IDENTITY_FILE,
+    ByteTokenizer,
+    Tokenizer,
+    checked_ids,
+    fingerprint_of,
+    load_tokenizer,
+    write_identity,
+)
+from slipstream.errors import DataError
+
+CONFIG_FILE = "tokenizer_config.json"
+_CONFIGS = (CONFIG_FILE, "special_tokens_map.json")
+_MODEL_CONFIGS = ("generation_config.json", "config.json")
+
+
+class HubTokenizer:
+    """A tokenizer of the hub, without the tokens that it would put around a text by itself.
+
+    Args:
+        text: Content of ``tokenizer.json``.
+        eos_id: Id that ends a document.
+
+    Raises:
+        DataError: The tokenizers library cannot read the text, or ``eos_id`` is none of its ids.
+    """
+
+    name = "hub"
+
+    def __init__(self, text: str, eos_id: int) -> None:
+        try:
+            self._backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"this is no tokenizer that the tokenizers library can read: {error}.") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # A text that spells a special token is a text like any other.
+        self._backend.encode_special_tokens = True
+        self._text = text
+        self._vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocabulary.values()) + 1
+        self.eos_id = eos_id
+        checked_ids([eos_id], vocab_size=self.vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
+        """Return the ids of each text, shape (number of tokens,)."""
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; special tokens give nothing.
+
+        Raises:
+            DataError: An id outside the vocabulary.
+        """
+        return self._backend.decode(checked_ids(ids, vocab_size=self.vocab_size), skip_special_tokens=True)
+
+    def token_bytes(self) -> npt.NDArray[np.int64]:
+        """Return how many UTF-8 bytes each id stands for, shape (vocab_size,); 0 for special tokens and gaps."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        # One sign of the byte-level alphabet is one byte; other tokenizers write a space as a low line.
+        by_bytes = '"ByteLevel"' in self._text
+        for token, i in self._vocabulary.items():
+            if i in special:
+                continue
+            if by_bytes:
+                counts[i] = len(token)
+            elif len(token) == 6 and token.startswith("<0x"):
+                counts[i] = 1
+            else:
+                counts[i] = len(token.replace("\u2581", " ").encode())
+        return counts
+
+    def fingerprint(self) -> str:
+        """Return 64 hex digits of ``tokenizer.json`` and the end-of-document id."""
+        return fingerprint_of({"kind": self.name, "tokenizer": json.loads(self._text), "eos_id": self.eos_id})
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer into a folder that exists."""
+        (Path(folder) / BPE_FILE).write_text(self._text, encoding="utf-8")
+        write_identity(self, Path(folder))
+
+
+def write_hub_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, with which transformers gives the same ids.
+
+    Our own file goes beside them, so that :func:`open_hub_tokenizer` gives the very tokenizer back.
+
+    Args:
+        tokenizer: Any.
+        folder: One that exists.
+        context_length: Tokens of the sequences that the model was trained on.
+    """
+    tokenizer.save(folder)
+    if isinstance(tokenizer, ByteTokenizer):
+        (folder / BPE_FILE).write_text(_byte_backend().to_str(pretty=True), encoding="utf-8")
+    backend = tokenizers.Tokenizer.from_file(str(folder / BPE_FILE))
+    end = backend.id_to_token(tokenizer.eos_id)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # A document follows the end of another, so what ends one is also what begins one.
+        "bos_token": end,
+        "eos_token": end,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        # A text that spells a special token is a text like any other.
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def open_hub_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read the tokenizer of a model folder: our own where it was exported from here, else any of the hub's.
+
+    Raises:
+        DataError: There is none, it cannot be read, or it has no token that ends a text.
+    """
+    folder = Path(folder)
+    if (folder / IDENTITY_FILE).is_file():
+        return load_tokenizer(folder)
+    return HubTokenizer(_tokenizer_text(folder), _end_id(folder))
+
+
+def read_hub_tokenizer(folder: str | Path) -> HubTokenizer:
+    """Read what :meth:`HubTokenizer.save` wrote."""
+    identity = json.loads((Path(folder) / IDENTITY_FILE).read_text(encoding="utf-8"))
+    return HubTokenizer(_tokenizer_text(Path(folder)), int(identity["eos_id"]))
+
+
+def _tokenizer_text(folder: Path) -> str:
+    path = folder / BPE_FILE
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror}. Give a folder with a {BPE_FILE}; for a tokenizer in another form, "
+            "save it again with transformers' AutoTokenizer."
+        ) from error
+
+
+def _end_id(folder: Path) -> int:
+    backend = tokenizers.Tokenizer.from_str(_tokenizer_text(folder))
+    for name in _CONFIGS:
+        token = _json(folder / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
+            return int(found)
+    for name in _MODEL_CONFIGS:
+        found = _json(folder / name).get("eos_token_id")
+        found = found[0] if isinstance(found, list) and found else found
+        if isinstance(found, int):
+            return found
+    raise DataError(
+        f'no token that ends a text is named in {folder}. Put "eos_token" into its {CONFIG_FILE}: documents are '
+        "parted by it."
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}. Restore the file.") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _byte_backend() -> tokenizers.Tokenizer:
+    """Return the byte tokenizer as one of the library: byte-level BPE without merges, byte b under the id b."""
+    vocabulary = {sign: byte for byte, sign in _byte_signs().items()} | {EOS_TEXT: ByteTokenizer.eos_id}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS_TEXT])
+    return backend
+
+
+def _byte_signs() -> dict[int, str]:
+    """Return the sign by which the byte-level alphabet shows each byte: itself, or the next unused from 256 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}

@@ -1,0 +1,1 @@
+"""Asynchronous data parallelism: workers of any speed train one model, and nobody waits."""

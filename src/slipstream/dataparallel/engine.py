@@ -1,0 +1,156 @@
+"""What an engine is: it lets workers compute, carries their gradients to the server, and answers the training loop.
+
+An engine is one file with one class on :class:`Engine`, and a case in :func:`build_engine`.
+"""
+
+import abc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from slipstream.assembly import StageParts
+from slipstream.config import Config
+from slipstream.data.loader import Batch
+from slipstream.dataparallel.emulation import Emulation
+from slipstream.dataparallel.server import Server
+from slipstream.dataparallel.shard import StepRecord
+from slipstream.errors import ConfigError
+from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport
+from slipstream.models.partition import whole
+
+VIRTUAL_MICROBATCH_S = 0.1
+"""Of the virtual clock, where no other time is given."""
+
+
+class Engine(abc.ABC):
+    """An executor whose steps are made by a server and workers; what all engines share.
+
+    Args:
+        config: Resolved settings.
+        device: Where the server's weights live.
+        num_versions: Buffers of published weights. One, where nobody computes on it while it is written; two, where
+            workers read one version while the next is written.
+        identity: Digest that workers must bring.
+
+    Attributes:
+        server: Holds the weights and the protocol.
+        emulation: How long cycles take by the workers' nominal speeds.
+    """
+
+    def __init__(self, config: Config, *, device: torch.device, num_versions: int = 1, identity: str = "") -> None:
+        self.config = config
+        self.device = device
+        parts = StageParts(config, whole(config.model), num_versions=num_versions, device=device)
+        self.server = Server(config, [parts], identity=identity)
+        settings = config.dataparallel
+        self.emulation = Emulation(
+            microbatch_s=settings.emulate_microbatch_ms / 1000 or VIRTUAL_MICROBATCH_S,
+            speeds=settings.emulate_speeds,
+            jitter=settings.emulate_jitter,
+            seed=settings.seed,
+        )
+
+    @property
+    def step(self) -> int:
+        """Updates made so far."""
+        return self.server.version
+
+    @abc.abstractmethod
+    def run_step(self, *, stop_requested: bool = False) -> StepReport:
+        """Go on until the next update is made."""
+
+    @property
+    def has_two_points(self) -> bool:
+        """Whether x can differ from y by more than a cast."""
+        return self.server.has_two_points
+
+    def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
+        """Return the summed loss in nats over batches; workers are not held up by it."""
+        return self.server.evaluate(batches, point, device=self.device)
+
+    @abc.abstractmethod
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state between two updates."""
+
+    @abc.abstractmethod
+    def restore(self, state: StateReader) -> None:
+        """Continue from a saved state, of any engine and number of workers."""
+
+    @abc.abstractmethod
+    def throughput_share(self) -> float:
+        """Return tokens per second over the sum of the workers' own speeds; 1: nobody waits."""
+
+    def own_tokens_per_s(self, workers: Iterable[int]) -> float:
+        """Return the sum of the nominal speeds of workers."""
+        each = self.server.sequencer.ledger.microbatch_tokens / self.emulation.microbatch_s
+        return sum(self.emulation.speed(worker) for worker in workers) * each
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a run's summary holds beside an ordinary run's."""
+        settings = self.config.dataparallel
+        return {
+            "engine": self.config.engine,
+            "mode": settings.mode,
+            "num_workers": settings.num_workers,
+            "throughput_share": self.throughput_share(),
+        } | self.server.figures()
+
+    def report(self, record: StepRecord, *, step_s: float, stop: bool) -> StepReport:
+        """Return what the training loop is told of a step.
+
+        Args:
+            record: Of the server.
+            step_s: Seconds since the step before, by the engine's clock.
+            stop: The loop was asked to stop.
+        """
+        update = record.update
+        return StepReport(
+            step=update.version,
+            loss=record.loss,
+            grad_norm=update.grad_norm,
+            lr=self.config.optim.lr * update.lr_factor,
+            staleness=max(record.stalenesses),
+            staleness_mean=record.staleness_mean,
+            num_tokens=sum(record.num_tokens),
+            skipped=update.skipped,
+            stop=stop,
+            step_s=step_s,
+            method_metrics=self.server.parts[0].method_metrics(),
+        )
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let the workers go; may be called twice."""
+
+
+def build_engine(config: Config, microbatches: BatchSource, *, device: torch.device) -> Engine:
+    """Return the engine that the settings name.
+
+    Args:
+        config: Resolved settings.
+        microbatches: Gives the microbatch of a number, as a batch; worker processes open the data themselves.
+        device: Where to compute.
+
+    Raises:
+        ConfigError: The engine is not there.
+    """
+    match config.engine:
+        case "inline" if config.dataparallel.mode == "sync":
+            from slipstream.dataparallel.synchronous import SynchronousEngine
+
+            return SynchronousEngine(config, microbatches, device=device)
+        case "inline":
+            from slipstream.dataparallel.inline import InlineEngine
+
+            return InlineEngine(config, microbatches, device=device)
+        case "process" if config.dataparallel.mode == "sync":
+            from slipstream.dataparallel.process_synchronous import SynchronousProcessEngine
+
+            return SynchronousProcessEngine(config, device=device)
+        case "process":
+            from slipstream.dataparallel.process_engine import ProcessEngine
+
+            return ProcessEngine(config, device=device)
+        case _:
+            raise ConfigError(f"the engine '{config.engine}' is not there yet. Use --engine process.")

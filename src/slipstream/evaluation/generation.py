@@ -1,0 +1,67 @@
+"""A model continues a text."""
+
+from typing import NamedTuple
+
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.train.trained import TrainedModel
+
+
+class Generation(NamedTuple):
+    """What a model wrote."""
+
+    text: str
+    """Without the prompt."""
+    ids: list[int]
+    """Without those of the prompt; the end-of-document id last, where the model ended there."""
+
+
+@torch.no_grad()
+def generate(
+    model: TrainedModel,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Generation:
+    """Continue a text until the model ends it or ``max_new_tokens`` are written.
+
+    The last ``context_length`` tokens are seen, each time anew: the cost of a token is that of a forward pass.
+
+    Args:
+        model: With a tokenizer.
+        prompt: Empty: the beginning of a document.
+        max_new_tokens: From 1.
+        temperature: Logits are divided by it before a token is drawn; 0: always the likeliest token.
+        seed: Of the draws.
+        device: Where to compute.
+
+    Raises:
+        ConfigError: A number is out of range.
+        DataError: The model has no tokenizer.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more.")
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(
+            f"the temperature is {temperature}; allowed are 0 (the likeliest token) and finite numbers above."
+        )
+    tokenizer, module = model.need_tokenizer(), model.module(device)
+    generator = torch.Generator().manual_seed(seed)
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    start = len(ids)
+    while len(ids) < start + max_new_tokens:
+        seen = torch.tensor([ids[-model.context_length :]], device=device)
+        # Rows beyond the tokenizer's ids are padding of the embedding.
+        logits_V = module(seen)[0, -1, : tokenizer.vocab_size].double().cpu()
+        if temperature == 0:
+            ids.append(int(logits_V.argmax()))
+        else:
+            probabilities_V = torch.softmax(logits_V / temperature, dim=-1)
+            ids.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
+        if ids[-1] == tokenizer.eos_id:
+            break
+    return Generation(text=tokenizer.decode(ids[start:]), ids=ids[start:])

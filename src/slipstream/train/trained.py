@@ -1,0 +1,143 @@
+"""A trained model with its tokenizer, from a run directory or from a model folder of the Hugging Face hub."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.config import Config, ModelConfig, from_dict
+from slipstream.data.hub_tokenizer import open_hub_tokenizer
+from slipstream.data.tokenizer import IDENTITY_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from slipstream.errors import CheckpointError, ConfigError, DataError
+from slipstream.executor import Point
+from slipstream.models.huggingface import is_hub_model, open_hub_model
+from slipstream.models.llama import Stage, whole_model
+from slipstream.models.shapes import parameter_names, tied_names
+from slipstream.train.checkpoint import Checkpoint, newest_complete
+from slipstream.train.rundir import RunDir
+
+PROBE_TEXT = "To be, or not to be: that\n\n  is 1603 caf\u00e9s, na\u00efve don't\t\u2026 \u65e5\u672c <|endoftext|>"
+"""Words, white space, digits, several scripts and what spells a special token: tokenizers part ways on these."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """Weights, and what is needed to use them."""
+
+    path: Path
+    """Where they came from."""
+    cfg: ModelConfig
+    weights: Mapping[str, Tensor]
+    """By parameter name, a tied pair once, as they are stored."""
+    tokenizer: Tokenizer | None
+    """``None``: a model folder without one."""
+    context_length: int
+    """Tokens of the sequences it was trained on."""
+    step: int | None = None
+    """Updates made; ``None``: not a run."""
+
+    def module(self, device: torch.device | str = "cpu") -> Stage:
+        """Return the model in float32, ready to compute without dropout or gradients."""
+        module, tied = whole_model(self.cfg, device="meta"), tied_names(self.cfg)
+        state = {name: self.weights[tied.get(name, name)] for name in parameter_names(self.cfg)}
+        module.load_state_dict({name: tensor.to(device, torch.float32) for name, tensor in state.items()}, assign=True)
+        return module.requires_grad_(False).eval()
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            DataError: There is none.
+        """
+        if self.tokenizer is None:
+            open_hub_tokenizer(self.path)  # says what is missing
+            raise DataError(f"{self.path} has no tokenizer. Put its tokenizer.json there.")
+        return self.tokenizer
+
+
+def open_trained(path: str | Path, *, weights: Point = "x") -> TrainedModel:
+    """Read a trained model.
+
+    Args:
+        path: A run directory, whose newest complete checkpoint is taken, or a model folder of the hub.
+        weights: Of a run: ``x``, which it was trained on, or ``y``, the optimizer's own.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or a file is missing or damaged.
+        ConfigError: ``path`` is neither; its architecture is not supported; ``y`` was asked of a model folder.
+        DataError: The tokenizer is not that of the checkpoint, or cannot be read.
+    """
+    path = Path(path)
+    run_dir = RunDir(path)
+    if run_dir.holds_run:
+        return _of_run(run_dir, weights)
+    if is_hub_model(path):
+        if weights == "y":
+            raise ConfigError(f"{path} is a model folder, which holds one set of weights. Leave --weights out.")
+        return _of_hub(path)
+    raise ConfigError(
+        f"{path} is neither a run directory (with config.toml and checkpoints) nor a model folder (with config.json). "
+        "Give one of the two."
+    )
+
+
+def newest_checkpoint(run_dir: RunDir) -> Checkpoint:
+    """Return the newest complete checkpoint of a run.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    checkpoint, passed_over = newest_complete(run_dir.checkpoints)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {run_dir.checkpoints}. Give the directory of a run that has saved one."
+            + "".join(f"\n  {sentence}" for sentence in passed_over)
+        )
+    return checkpoint
+
+
+def run_config(checkpoint: Checkpoint) -> Config:
+    """Return the settings that a checkpoint was saved with."""
+    return from_dict(dict(checkpoint.manifest["config"]), source=str(checkpoint.folder))
+
+
+def _of_run(run_dir: RunDir, weights: Point) -> TrainedModel:
+    checkpoint = newest_checkpoint(run_dir)
+    config = run_config(checkpoint)
+    tied = tied_names(config.model)
+    prefix = "y" if weights == "y" else f"x@{checkpoint.step}"
+    names = [name for name in parameter_names(config.model) if name not in tied]
+    return TrainedModel(
+        path=run_dir.path,
+        cfg=config.model,
+        weights={name: checkpoint.tensor(f"{prefix}/{name}") for name in names},
+        tokenizer=_tokenizer_of_run(run_dir, config, fingerprint=checkpoint.manifest["tokenizer"]),
+        context_length=config.data.sequence_length,
+        step=checkpoint.step,
+    )
+
+
+def _tokenizer_of_run(run_dir: RunDir, config: Config, *, fingerprint: str) -> Tokenizer:
+    """Return the tokenizer kept in the run directory; of an older run, that of its data."""
+    folder = run_dir.tokenizer if (run_dir.tokenizer / IDENTITY_FILE).is_file() else Path(config.data.path)
+    tokenizer = load_tokenizer(folder) if folder == run_dir.tokenizer or config.data.path else ByteTokenizer()
+    if tokenizer.fingerprint() != fingerprint:
+        raise DataError(
+            f"the tokenizer in {folder} has the fingerprint {tokenizer.fingerprint()[:12]}, the run in {run_dir.path} "
+            f"was trained with {fingerprint[:12]}: ids would mean other text. Restore the tokenizer's files."
+        )
+    return tokenizer
+
+
+def _of_hub(folder: Path) -> TrainedModel:
+    model = open_hub_model(folder)
+    has_tokenizer = (folder / IDENTITY_FILE).is_file() or (folder / "tokenizer.json").is_file()
+    return TrainedModel(
+        path=folder,
+        cfg=model.cfg,
+        weights=model.weights(),
+        tokenizer=open_hub_tokenizer(folder) if has_tokenizer else None,
+        context_length=model.context_length,
+    )

@@ -1,0 +1,160 @@
+"""What worker processes do in tests: work, but for one thing that goes wrong."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+import slipstream.microbatches
+from slipstream.config import Config
+from slipstream.data.loader import Batch
+from slipstream.dataparallel.shared import WeightBoard
+from slipstream.dataparallel.worker_process import Result, Workplace, work
+
+VOCAB_SIZE = 13
+ODD = 1
+"""Number of the worker that something happens to."""
+
+
+def microbatch(config: Config, number: int) -> Batch:
+    """Return a microbatch that depends on its number alone, all of whose targets count."""
+    shape = (2, config.train.microbatch_size, config.data.sequence_length)
+    inputs, targets = np.random.default_rng(number).integers(VOCAB_SIZE, size=shape)
+    return Batch(index=number, inputs=inputs, targets=targets)
+
+
+def plain(place: Workplace) -> None:
+    """Do what is asked."""
+    work(place, microbatches=functools.partial(microbatch, place.config))
+
+
+def slows_down(place: Workplace) -> None:
+    """Take ten times as long a microbatch as at first, from a certain microbatch on."""
+
+    def source(number):
+        if place.worker == ODD and number > 100:
+            time.sleep(place.config.dataparallel.emulate_microbatch_ms / 100)
+        return microbatch(place.config, number)
+
+    work(place, microbatches=source)
+
+
+def stops_once(place: Workplace) -> None:
+    """Hang in the middle of some work, but not in another life."""
+    note = Path(place.config.run_dir) / "stopped"
+
+    def source(number):
+        if place.worker == ODD and number > 40 and not note.exists():
+            note.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return microbatch(place.config, number)
+
+    work(place, microbatches=source)
+
+
+def spoils(place: Workplace, *, times: int) -> None:
+    """Compute so many microbatches' losses that are not finite, after the one of the warm-up."""
+    exact = slipstream.microbatches.cross_entropy_sum
+    calls = itertools.count()
+
+    def spoiled(logits, targets):
+        return exact(logits, targets) * (float("nan") if 1 <= next(calls) <= times else 1.0)
+
+    if place.worker == ODD:
+        slipstream.microbatches.cross_entropy_sum = spoiled
+    plain(place)
+
+
+def spoils_once(place: Workplace) -> None:
+    """Compute one gradient that is not finite, of a microbatch."""
+    spoils(place, times=1)
+
+
+def spoils_always(place: Workplace) -> None:
+    """Compute nothing that is finite."""
+    spoils(place, times=10**9)
+
+
+class Through:
+    """A pipe that does what another does."""
+
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def send(self, report):
+        self.pipe.send(report)
+
+    def recv(self):
+        return self.pipe.recv()
+
+
+class Repeating(Through):
+    """Sends every gradient twice, and once more after the one that follows."""
+
+    def __init__(self, pipe):
+        super().__init__(pipe)
+        self.earlier = None
+
+    def send(self, report):
+        self.pipe.send(report)
+        if isinstance(report, Result):
+            self.pipe.send(report)
+            if self.earlier is not None:
+                self.pipe.send(self.earlier)
+            self.earlier = report
+
+
+def repeats(place: Workplace) -> None:
+    """Send everything too often, and out of order."""
+    if place.worker == ODD:
+        place = dataclasses.replace(place, pipe=Repeating(place.pipe))
+    plain(place)
+
+
+class Overtaking(WeightBoard):
+    """Finds most versions overwritten."""
+
+    def __init__(self, board):
+        self.__dict__.update(board.__dict__)
+        self.reads = 0
+
+    def read(self, version, into):
+        self.reads += 1
+        return super().read(version, into) and self.reads % 3 == 0
+
+
+def is_overtaken(place: Workplace) -> None:
+    """Copy weights too slowly, two times of three."""
+    if place.worker == ODD:
+        place = dataclasses.replace(place, weights=Overtaking(place.weights))
+    plain(place)
+
+
+def one_raises(place: Workplace) -> None:
+    """Fail before the first gradient."""
+    if place.worker == ODD:
+        raise ZeroDivisionError("no first step for me")
+    plain(place)
+
+
+def all_raise(place: Workplace) -> None:
+    """Fail before the first gradient."""
+    raise ZeroDivisionError("no first step for anyone")
+
+
+def has_other_settings(place: Workplace) -> None:
+    """Train something else."""
+    optim = dataclasses.replace(place.config.optim, lr=1.0)
+    plain(dataclasses.replace(place, config=dataclasses.replace(place.config, optim=optim)))
+
+
+def comes_late(place: Workplace) -> None:
+    """The odd one needs its time to get here, each time."""
+    if place.worker == ODD:
+        time.sleep(1.0)
+    plain(place)

@@ -1,0 +1,144 @@
+"""Our models and transformers' compute the same, both ways: logits and greedy text."""
+
+import pytest
+import torch
+
+from slipstream.config import ModelConfig, from_dict
+from slipstream.data.tokenizer import ByteTokenizer
+from slipstream.evaluation.generation import generate
+from slipstream.models.huggingface import open_hub_model, write_hub_model
+from slipstream.models.llama import whole_model
+from slipstream.models.shapes import tied_names
+from slipstream.train.export import export_hub, logit_difference
+from slipstream.train.launch import launch
+from slipstream.train.progress import SilentReporter
+from slipstream.train.trained import open_trained
+
+transformers = pytest.importorskip("transformers")
+
+CLOSE = 1e-4
+SIZES = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "vocab_size": 61}
+OURS = {
+    "llama": {},
+    "llama, tied, wide heads": {"tie_embeddings": True, "head_dim": 12},
+    "qwen3": {"qk_norm": True, "head_dim": 12},
+    "qwen3, tied": {"qk_norm": True, "tie_embeddings": True},
+    "mixtral": {"num_experts": 4},
+    "qwen3-moe": {"num_experts": 4, "qk_norm": True, "expert_ffn_dim": 20, "num_dense_layers": 1},
+    "qwen3-moe, not renormalized": {"num_experts": 4, "qk_norm": True, "router_renormalize": False},
+}
+THEIRS = {
+    "llama": ("LlamaConfig", {}),
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [0]},
+    ),
+}
+
+
+def ids(vocab_size, length=40):
+    return torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def difference(theirs, ours, vocab_size):
+    tokens = ids(vocab_size)
+    logits = ours(tokens)
+    assert logits.std() > 0.1, "the models must say something"
+    return float((theirs.eval()(input_ids=tokens).logits - logits).abs().max())
+
+
+@pytest.mark.parametrize("changes", OURS.values(), ids=OURS)
+def test_what_we_write_transformers_computes(tmp_path, changes):
+    cfg = ModelConfig(**{**SIZES, "init_std": 0.3, "rope_theta": 100.0, "norm_eps": 1e-3, **changes})
+    ours = whole_model(cfg).requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if "norm" in name:  # a norm of ones would hide a missing or misplaced one
+                parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+    weights = {name: tensor for name, tensor in ours.named_parameters() if name not in tied_names(cfg)}
+    write_hub_model(tmp_path, cfg, weights, context_length=64, eos_id=60)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert difference(theirs, ours, cfg.vocab_size) < CLOSE
+
+
+@pytest.mark.parametrize(("kind", "changes"), THEIRS.values(), ids=THEIRS)
+def test_what_transformers_writes_we_compute(tmp_path, kind, changes):
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        rms_norm_eps=1e-3,
+        **changes,
+    )
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 300.0}
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    theirs.save_pretrained(tmp_path)
+    assert open_hub_model(tmp_path).cfg.rope_theta == 300.0
+    trained = open_trained(tmp_path)
+    assert difference(theirs, trained.module(), 61) < CLOSE
+    assert logit_difference(tmp_path, trained) < CLOSE
+
+
+TRAINED = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "mixtral": {"num_experts": 4},
+    "qwen3-moe": {"num_experts": 4, "qk_norm": True},
+}
+
+
+@pytest.fixture(scope="module", params=TRAINED)
+def export(request, tmp_path_factory):
+    """A model trained here, exported."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("export")
+    model = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64}
+    tables = {
+        "run_dir": str(folder / "run"),
+        "data": {"sequence_length": 64},
+        "model": model | TRAINED[request.param],
+        "optim": {"lr": 0.01, "name": "muon", "adamw_lr": 0.01},
+        "staleness": {"delay": 1, "error_feedback": 1.0},
+        "train": {"num_steps": 40, "microbatch_size": 2},
+        "evaluate": {"num_sequences": 4},
+    }
+    launch(from_dict(tables), reporter=SilentReporter())
+    return folder / "run", export_hub(folder / "run", folder / "hub", weights="x")
+
+
+def test_a_model_trained_here_is_the_same_in_transformers(export):
+    _, report = export
+    assert report.max_abs_logit_difference < CLOSE
+
+
+def test_transformers_gives_the_same_ids(export):
+    theirs = transformers.AutoTokenizer.from_pretrained(export[1].folder)
+    for text in ("To be,\n\n  caf\u00e9 \u65e5\u672c\x00", "a<|endoftext|>b"):
+        assert theirs(text)["input_ids"] == ByteTokenizer().encode(text)
+        assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert theirs.eos_token_id == ByteTokenizer().eos_id
+
+
+def test_greedy_text_is_the_same(export):
+    run, report = export
+    tokenizer = transformers.AutoTokenizer.from_pretrained(report.folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(report.folder, dtype=torch.float32)
+    prompt = "ROMEO:\nTo be"
+    inputs = tokenizer(prompt, return_tensors="pt")
+    written = theirs.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    for source in (run, report.folder):
+        assert generate(open_trained(source), prompt, max_new_tokens=40).ids == written.tolist()

@@ -1,0 +1,96 @@
+"""Tokenizers as files of the hub give the ids that ours give."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from slipstream.data.hub_tokenizer import HubTokenizer, open_hub_tokenizer, write_hub_tokenizer
+from slipstream.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from slipstream.errors import DataError
+
+TEXTS = [
+    "To be, or not to be\n\n",
+    "  caf\u00e9 \u65e5\u672c \U0001f600\t\x00\x7f\u00ad\u00a0",
+    "",
+    "a<|endoftext|>b",
+    "'s don't \u00c3\u0100\u0142",
+]
+
+
+def tokenizer(name):
+    return (
+        ByteTokenizer()
+        if name == "bytes"
+        else train_bpe(["to be or not to be, that is the question " * 9], vocab_size=280)
+    )
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_a_written_tokenizer_gives_the_same_ids(tmp_path, name):
+    ours = tokenizer(name)
+    write_hub_tokenizer(ours, tmp_path, context_length=64)
+    theirs = HubTokenizer((tmp_path / "tokenizer.json").read_text(), ours.eos_id)
+    assert theirs.vocab_size == ours.vocab_size
+    for text in TEXTS:
+        assert theirs.encode(text) == ours.encode(text)
+        assert theirs.decode([*theirs.encode(text), ours.eos_id]) == text
+    assert [each.tolist() for each in theirs.encode_batch(TEXTS)] == [ours.encode(text) for text in TEXTS]
+    assert np.array_equal(theirs.token_bytes(), ours.token_bytes())
+
+
+def test_every_byte_has_its_own_id(tmp_path):
+    write_hub_tokenizer(ByteTokenizer(), tmp_path, context_length=64)
+    theirs = HubTokenizer((tmp_path / "tokenizer.json").read_text(), 256)
+    text = "".join(map(chr, range(0x800)))
+    assert theirs.encode(text) == list(text.encode())
+    assert theirs.decode(range(0x80)) == "".join(map(chr, range(0x80)))
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_a_written_folder_gives_the_very_tokenizer_back(tmp_path, name):
+    write_hub_tokenizer(tokenizer(name), tmp_path, context_length=64)
+    assert open_hub_tokenizer(tmp_path).fingerprint() == tokenizer(name).fingerprint()
+
+
+def test_a_tokenizer_of_the_hub_is_saved_and_loaded(tmp_path):
+    write_hub_tokenizer(tokenizer("bpe"), tmp_path, context_length=64)
+    (tmp_path / "slipstream_tokenizer.json").unlink()
+    hub = open_hub_tokenizer(tmp_path)
+    assert hub.name == "hub"
+    assert hub.eos_id == tokenizer("bpe").eos_id
+    (tmp_path / "saved").mkdir()
+    hub.save(tmp_path / "saved")
+    back = load_tokenizer(tmp_path / "saved")
+    assert back.fingerprint() == hub.fingerprint()
+    assert back.encode("to be") == tokenizer("bpe").encode("to be")
+    changed = json.loads((tmp_path / "saved" / "tokenizer.json").read_text())
+    changed["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps(changed))
+    with pytest.raises(DataError, match="the file has changed"):
+        load_tokenizer(tmp_path / "saved")
+
+
+def test_bytes_of_a_tokenizer_that_writes_spaces_as_low_lines():
+    vocabulary = {"<unk>": 0, "</s>": 1, "<0x41>": 2, "\u2581be": 3, "\u00e9": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.ByteFallback()
+    backend.add_special_tokens(["<unk>", "</s>"])
+    assert HubTokenizer(backend.to_str(), 1).token_bytes().tolist() == [0, 0, 1, 3, 2]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"tokenizer\.json: No such file"):
+        open_hub_tokenizer(tmp_path)
+    write_hub_tokenizer(tokenizer("bpe"), tmp_path, context_length=64)
+    (tmp_path / "slipstream_tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match='Put "eos_token" into'):
+        open_hub_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert open_hub_tokenizer(tmp_path).eos_id == 7
+    with pytest.raises(DataError, match="tokenizers library"):
+        HubTokenizer("{}", 0)

@@ -1,0 +1,116 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.dataparallel.ledger import Ledger, RangeSet
+
+
+def units(ranges):
+    return [number for start, stop in ranges for number in range(start, stop)]
+
+
+@given(st.permutations(range(12)))
+def test_range_set_merges_whatever_the_order(order):
+    numbers = RangeSet()
+    for number in order:
+        numbers.add(number, number + 1)
+    assert list(numbers) == [(0, 12)]
+    assert len(numbers) == 12
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(0, 70))
+def test_take_gives_the_least_and_keeps_the_rest(held, count):
+    numbers = RangeSet((number, number + 1) for number in sorted(held))
+    taken = units(numbers.take(count))
+    assert taken == sorted(held)[:count]
+    assert units(numbers) == sorted(held)[count:]
+    assert len(numbers) == len(held) - len(taken)
+
+
+@pytest.mark.parametrize("range_", [(1, 3), (0, 1), (3, 5), (2, 2), (0, 9)])
+def test_range_set_refuses_what_it_holds(range_):
+    numbers = RangeSet([(0, 4)])
+    with pytest.raises(ValueError, match="held already"):
+        numbers.add(*range_)
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["issue", "commit", "release", "expire", "give_back"]), st.integers(0, 4), st.integers(1, 7)
+    ),
+    max_size=60,
+)
+
+
+@given(actions)
+def test_whatever_happens_every_microbatch_is_in_one_account(steps):
+    ledger, leases, committed, waiting = Ledger(microbatch_tokens=16), [], [], set()
+    for now, (action, worker, number) in enumerate(steps):
+        if action == "issue":
+            before = ledger.frontier
+            lease = ledger.issue(worker, 1, number, deadline_s=now + 3.0 * number)
+            got = list(lease.microbatches())
+            assert len(got) == number == lease.num_microbatches
+            old = [each for each in got if each < before]
+            assert old == sorted(waiting)[: len(old)], "the oldest go out first"
+            assert len(old) == number or len(old) == len(waiting), "nothing new while something waits"
+            waiting -= set(old)
+            leases.append(lease)
+        elif action == "commit" and leases:
+            lease = leases[number % len(leases)]
+            if ledger.commit(lease.id, num_tokens=16 * lease.num_microbatches):
+                committed += lease.microbatches()
+        elif action == "give_back" and leases:
+            lease = leases[number % len(leases)]
+            if ledger.give_back(lease.id):
+                waiting |= set(lease.microbatches())
+        elif action == "release":
+            for lease in ledger.release(worker):
+                assert lease.worker == worker
+                waiting |= set(lease.microbatches())
+        elif action == "expire":
+            for lease in ledger.expire(float(now)):
+                assert lease.deadline_s <= now
+                waiting |= set(lease.microbatches())
+            assert ledger.next_deadline_s > now
+        balance = ledger.balance()
+        assert balance.holds, balance
+        assert len(committed) == len(set(committed)) == balance.committed / 16
+        assert balance.returned == 16 * len(waiting)
+        missing = [unit for unit in range(ledger.frontier) if unit not in set(committed)]
+        assert ledger.lag == (ledger.frontier - missing[0] if missing else 0)
+    copy = Ledger(microbatch_tokens=16)
+    copy.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert copy.state_dict() == ledger.state_dict()
+    assert copy.balance() == ledger.balance()
+    assert copy.next_deadline_s == ledger.next_deadline_s
+    assert copy.issue(9, 1, 3, deadline_s=0.0) == ledger.issue(9, 1, 3, deadline_s=0.0)
+
+
+def test_a_lease_counts_once():
+    ledger = Ledger(microbatch_tokens=4)
+    lease = ledger.issue(0, 1, 2, deadline_s=1.0)
+    assert ledger.commit(lease.id, num_tokens=8)
+    assert not ledger.commit(lease.id, num_tokens=8)
+    assert not ledger.give_back(lease.id)
+    assert ledger.tokens_committed == 8
+
+
+def test_a_worker_that_miscounts_its_tokens_unbalances_the_ledger():
+    ledger = Ledger(microbatch_tokens=4)
+    ledger.commit(ledger.issue(0, 1, 2, deadline_s=1.0).id, num_tokens=7)
+    assert not ledger.balance().holds
+
+
+def test_memory_follows_the_open_leases_not_the_run():
+    ledger = Ledger(microbatch_tokens=1)
+    slow = ledger.issue(0, 1, 1, deadline_s=1e9)
+    for _ in range(1000):
+        ledger.commit(ledger.issue(1, 1, 3, deadline_s=1e9).id, num_tokens=3)
+    assert len(ledger.state_dict()["committed"]) == 1
+    assert ledger.lag == 3001
+    ledger.commit(slow.id, num_tokens=1)
+    assert ledger.state_dict()["committed"] == [(0, 3001)]
+    assert ledger.lag == 0

@@ -1,0 +1,61 @@
+"""A model continues a text."""
+
+import pytest
+import torch
+
+from slipstream.config import ModelConfig
+from slipstream.data.tokenizer import ByteTokenizer
+from slipstream.errors import ConfigError
+from slipstream.evaluation.generation import generate
+from slipstream.models.llama import whole_model
+from slipstream.train.trained import TrainedModel
+
+
+def model(tmp_path, *, vocab_size=257, favoured=None):
+    cfg = ModelConfig(
+        num_layers=1, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=vocab_size, init_std=0.3
+    )
+    weights = {name: tensor.detach() for name, tensor in whole_model(cfg).named_parameters()}
+    if favoured is not None:  # its row points along every normed activation
+        weights["embed.weight"] = torch.ones_like(weights["embed.weight"])
+        weights["head.weight"] = torch.zeros_like(weights["head.weight"])
+        weights["blocks.0.attention.o.weight"].zero_()
+        weights["blocks.0.ffn.down.weight"].zero_()
+        weights["head.weight"][favoured] = 1
+    return TrainedModel(path=tmp_path, cfg=cfg, weights=weights, tokenizer=ByteTokenizer(), context_length=8)
+
+
+def test_greedy_takes_the_likeliest_token_of_what_fits(tmp_path):
+    trained = model(tmp_path)
+    module, ids = trained.module(), list(b"to be or")
+    written = generate(trained, "to be or", max_new_tokens=12)
+    for _ in range(len(written.ids)):
+        ids.append(int(module(torch.tensor([ids[-8:]]))[0, -1].argmax()))
+    assert written.ids == ids[8:]
+    assert written.text == ByteTokenizer().decode(written.ids)
+
+
+def test_a_seed_decides_the_draws(tmp_path):
+    trained = model(tmp_path)
+    first, again, other = (generate(trained, "a", max_new_tokens=20, temperature=1.0, seed=s).ids for s in (1, 1, 2))
+    assert first == again != other
+    assert generate(trained, "a", max_new_tokens=20, temperature=1e-6, seed=3) == generate(
+        trained, "a", max_new_tokens=20
+    )
+
+
+def test_it_ends_where_the_model_ends_and_begins_where_a_document_begins(tmp_path):
+    assert generate(model(tmp_path, favoured=256), "a", max_new_tokens=9) == ("", [256])
+    assert generate(model(tmp_path, favoured=65), "", max_new_tokens=3) == ("AAA", [65, 65, 65])
+
+
+def test_rows_without_a_token_are_never_written(tmp_path):
+    written = generate(model(tmp_path, vocab_size=300, favoured=299), "a", max_new_tokens=3)
+    assert all(i < 257 for i in written.ids)
+
+
+def test_numbers_out_of_range(tmp_path):
+    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+        generate(model(tmp_path), "a", max_new_tokens=0)
+    with pytest.raises(ConfigError, match="temperature is -1"):
+        generate(model(tmp_path), "a", max_new_tokens=1, temperature=-1)

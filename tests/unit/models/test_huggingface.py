@@ -1,0 +1,180 @@
+"""Model folders of the hub: names, settings, shapes, refusals. What transformers computes is in tests/parity."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.config import ModelConfig
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models.families import FAMILIES, family_of, hub_names
+from slipstream.models.huggingface import open_hub_model, write_hub_model
+from slipstream.models.llama import whole_model
+from slipstream.models.shapes import expert_layers, parameter_names, tied_names
+
+VARIANTS = {
+    "llama": {},
+    "llama, tied": {"tie_embeddings": True},
+    "llama, wide heads": {"head_dim": 12},
+    "qwen3": {"qk_norm": True},
+    "qwen3, wide heads, tied": {"qk_norm": True, "head_dim": 12, "tie_embeddings": True},
+    "mixtral": {"num_experts": 3},
+    "mixtral, wide heads, tied": {"num_experts": 3, "head_dim": 12, "tie_embeddings": True},
+    "qwen3-moe": {"num_experts": 4, "qk_norm": True, "expert_ffn_dim": 12, "num_dense_layers": 1},
+    "qwen3-moe, not renormalized": {"num_experts": 3, "qk_norm": True, "router_renormalize": False},
+}
+
+
+def model(**changes):
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 24, "vocab_size": 19}
+    cfg = ModelConfig(**{**sizes, "init_std": 0.25, "rope_theta": 500.0, "norm_eps": 1e-4, **changes})
+    weights = {name: tensor.detach() for name, tensor in whole_model(cfg).named_parameters()}
+    return cfg, {name: tensor for name, tensor in weights.items() if name not in tied_names(cfg)}
+
+
+def written(folder, **changes):
+    cfg, weights = model(**changes)
+    write_hub_model(folder, cfg, weights, context_length=32, eos_id=18)
+    return cfg, weights
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_what_is_written_is_read_back_to_the_bit(tmp_path, changes):
+    cfg, weights = written(tmp_path, **changes)
+    back = open_hub_model(tmp_path)
+    assert back.cfg == cfg
+    assert back.context_length == 32
+    read = back.weights()
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_family_names_every_parameter_once(changes):
+    cfg, _ = model(**changes)
+    names = hub_names(family_of(cfg), cfg)
+    assert list(names) == parameter_names(cfg)
+    theirs = [name for each in names.values() for name in ([each] if isinstance(each, str) else each)]
+    assert len(set(theirs)) == len(theirs)
+    packed = [ours for ours, each in names.items() if not isinstance(each, str)]
+    assert len(packed) == 3 * len(expert_layers(cfg))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 3, "router_renormalize": False}, "MixtralForCausalLM needs model.router_renormalize True"),
+        ({"num_experts": 3, "num_shared_experts": 1}, "needs model.num_shared_experts 0"),
+    ],
+)
+def test_a_model_of_no_family_is_told_what_it_lacks(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        family_of(model(**changes)[0])
+
+
+def test_a_tied_head_is_not_stored(tmp_path):
+    written(tmp_path, tie_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_passed_over(tmp_path):
+    written(tmp_path, tie_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "head.weight" not in open_hub_model(tmp_path).weights()
+
+
+def test_weights_spread_over_files_are_found_by_the_index(tmp_path):
+    _, weights = written(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    halves = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
+    for file, names in halves.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    place = {name: file for file, names in halves.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    read = open_hub_model(tmp_path).weights()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_rotary_base_is_read_from_either_place(tmp_path):
+    written(tmp_path)
+    edit(tmp_path, rope_theta=...)
+    assert open_hub_model(tmp_path).cfg.rope_theta == 500.0
+    edit(tmp_path, rope_theta=700.0, rope_parameters=...)
+    assert open_hub_model(tmp_path).cfg.rope_theta == 700.0
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers(tmp_path):
+    written(tmp_path)
+    edit(tmp_path, rms_norm_eps=..., tie_word_embeddings=..., num_key_value_heads=..., head_dim=...)
+    cfg = open_hub_model(tmp_path).cfg
+    assert (cfg.norm_eps, cfg.tie_embeddings, cfg.num_kv_heads, cfg.head_dim) == (1e-6, False, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "'GPT2LMHeadModel' is not supported"),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "Did you mean 'Qwen3ForCausalLM'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "type 'llama3' are not supported"),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear' are not"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path, changes, words):
+    written(tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ConfigError) as raised:
+        open_hub_model(tmp_path)
+    assert words in str(raised.value)
+    if "architectures" in changes:
+        assert all(family.architecture in str(raised.value) for family in FAMILIES)
+
+
+def test_layers_without_experts_must_come_first(tmp_path):
+    written(tmp_path, num_experts=3, qk_norm=True)
+    edit(tmp_path, mlp_only_layers=[1])
+    with pytest.raises(ConfigError, match=r"mlp_only_layers is \[1\]"):
+        open_hub_model(tmp_path)
+
+
+def test_a_size_that_is_missing_is_named(tmp_path):
+    written(tmp_path)
+    edit(tmp_path, hidden_size=...)
+    with pytest.raises(CheckpointError, match="has no 'hidden_size'"):
+        open_hub_model(tmp_path)
+
+
+def test_wrong_weights_are_named(tmp_path):
+    written(tmp_path)
+    edit(tmp_path, intermediate_size=32)
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight' has the shape \(24, 16\), .* \(32, 16\)"):
+        open_hub_model(tmp_path).weights()
+    edit(tmp_path, intermediate_size=24)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    save_file({**tensors, bias: torch.zeros(16)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=bias.replace(".", r"\.")):
+        open_hub_model(tmp_path).weights()
+    tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no weight 'model\.norm\.weight'"):
+        open_hub_model(tmp_path).weights()
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        open_hub_model(tmp_path).weights()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="safetensors alone"):
+        open_hub_model(tmp_path).weights()

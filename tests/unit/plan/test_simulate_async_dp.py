@@ -1,0 +1,262 @@
+"""Asynchronous data parallelism on paper, against what can be said without a simulation."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.errors import ConfigError
+from slipstream.plan.async_dp_text import async_dp_text, histogram_bars
+from slipstream.plan.fleet import Fleet, FleetConfig, parse_speeds
+from slipstream.plan.simulate_async_dp import simulate_async_dp
+from slipstream.plan.station import Station
+
+JITTER = "lognormal:0.3"
+
+
+def found(**settings) -> dict:
+    return simulate_async_dp(FleetConfig(**settings))
+
+
+@pytest.mark.parametrize("dynamic_batches", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 4, 16])
+def test_equal_workers_are_in_step_and_nothing_is_gained(num_workers, dynamic_batches):
+    result = found(num_workers=num_workers, dynamic_batches=dynamic_batches, num_cycles=20)
+    assert result["throughput_share"] == pytest.approx(1.0)
+    assert result["sync_throughput_share"] == pytest.approx(1.0)
+    assert result["speedup_vs_sync"] == pytest.approx(1.0)
+    assert result["staleness_mean"] == pytest.approx((num_workers - 1) / num_workers)
+    assert result["cycle_s"] == pytest.approx(0.8)
+    assert result["ledger_balanced"]
+    assert not result["pushes_rejected"]
+
+
+@pytest.mark.parametrize("dynamic_batches", [True, False])
+def test_one_slow_worker_holds_up_synchronous_training_alone(dynamic_batches):
+    result = found(speeds="1,1,1,0.25", dynamic_batches=dynamic_batches, num_cycles=200)
+    assert result["sync_throughput_share"] == pytest.approx(4 * 0.25 / 3.25)
+    assert result["throughput_share"] == pytest.approx(1.0, abs=0.01)
+    assert result["speedup_vs_sync"] == pytest.approx(3.25, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_workers", "gain"), [(8, 1.3), (64, 1.6), (512, 2.0)])
+def test_nobody_waits_for_jitter(num_workers, gain):
+    result = found(num_workers=num_workers, jitter=JITTER, num_cycles=max(10, 1600 // num_workers))
+    assert 0.95 <= result["throughput_share"] <= 1.05
+    assert result["speedup_vs_sync"] >= gain
+
+
+@pytest.mark.parametrize("pushes_per_step", [0, 1, 4])
+@pytest.mark.parametrize("dynamic_batches", [True, False])
+def test_mean_staleness_is_set_by_concurrency_alone(pushes_per_step, dynamic_batches):
+    settings = {"pushes_per_step": pushes_per_step, "dynamic_batches": dynamic_batches}
+    result = found(num_workers=16, speeds="lognormal:0.5", jitter=JITTER, num_cycles=60, **settings)
+    assert result["staleness_mean"] == pytest.approx(15 / result["pushes_per_step"], rel=0.02)
+    assert result["staleness_mean_expected"] == pytest.approx(15 / result["pushes_per_step"])
+    if not dynamic_batches:
+        assert result["pushes_per_step"] == pytest.approx(pushes_per_step or 16, rel=0.02)
+
+
+def test_dynamic_batches_bring_the_largest_staleness_down():
+    settings = {"speeds": "1,2,4,8", "pushes_per_step": 1, "num_cycles": 100}
+    even, plain = found(**settings), found(**settings, dynamic_batches=False)
+    assert plain["staleness_max"] >= 3 * even["staleness_max"]
+
+
+def test_a_busy_server_sets_the_pace():
+    """Eight workers ask for ten pushes a second of a server that takes in five."""
+    result = found(num_workers=8, server_ms=200.0, dynamic_batches=False, num_cycles=40)
+    assert result["pushes_per_s"] == pytest.approx(5.0, rel=0.01)
+    assert result["throughput_share"] == pytest.approx(0.5, rel=0.01)
+    assert result["server_apply_utilisation"] == pytest.approx(1.0, abs=0.01)
+    assert result["shards_needed"] == 3  # 10 * 0.2 / 3 = 0.67; two would be full
+    enough = found(num_workers=8, server_ms=200.0, num_shards=3, dynamic_batches=False, num_cycles=40)
+    assert enough["pushes_per_s"] == pytest.approx(8 / (0.8 + 0.2 / 3), rel=0.01)
+    assert enough["server_apply_utilisation"] == pytest.approx(enough["pushes_per_s"] * 0.2 / 3, rel=0.05)
+
+
+LINK = {"num_parameters": 1e9, "link_gbps": 40.0}  # 2 GB in 0.4 s
+
+
+def test_a_worker_alone_fetches_computes_and_pushes_in_turn():
+    result = found(num_workers=1, num_cycles=20, **LINK)
+    assert result["cycle_s"] == pytest.approx(0.4 + 0.8 + 0.4)
+    assert result["throughput_share"] == pytest.approx(0.5)
+    assert result["server_in_utilisation"] == pytest.approx(0.25, abs=0.02)
+
+
+def test_one_link_for_eight_workers_is_always_busy():
+    result = found(num_workers=8, dynamic_batches=False, num_cycles=40, **LINK)
+    assert result["pushes_per_s"] == pytest.approx(1 / 0.4, rel=0.02)
+    assert result["throughput_share"] == pytest.approx(2.5 / 10, rel=0.02)
+    assert result["server_in_utilisation"] == pytest.approx(1.0, abs=0.02)
+    assert result["sync_throughput_share"] == pytest.approx(0.8 / (0.8 + 2 * 7 / 8 * 0.4))
+    # 8 workers of 1.6 s a cycle push 5 times a second: 2 s of transfers each second
+    assert result["shards_needed"] == 3
+
+
+def test_many_shards_leave_only_the_workers_own_links():
+    result = found(num_workers=8, num_shards=1000, dynamic_batches=False, num_cycles=20, **LINK)
+    assert result["throughput_share"] == pytest.approx(0.5, rel=0.01)
+
+
+def test_local_steps_make_messages_rare():
+    result = found(num_workers=4, local_steps=16, microbatches_per_worker=2, num_shards=1000, num_cycles=20, **LINK)
+    assert result["throughput_share"] == pytest.approx(3.2 / (3.2 + 0.8), rel=0.01)
+    assert result["sync_throughput_share"] == pytest.approx(0.2 / (0.2 + 2 * 3 / 4 * 0.4))
+
+
+def test_a_synchronous_pipeline_drains_and_an_overlapped_exchange_is_free():
+    fleet = Fleet(FleetConfig(num_workers=4, num_stages=4, microbatches_per_worker=4))
+    assert fleet.sync_step_s(1) == pytest.approx(0.7)
+    assert sum(fleet.own_units_per_s) == pytest.approx(40)
+    # Each stage sends its quarter over its own link.
+    fleet = Fleet(FleetConfig(num_workers=4, num_stages=4, microbatches_per_worker=4, sync_overlap=0.5, **LINK))
+    assert fleet.all_reduce_s == pytest.approx(0.15)
+    assert fleet.sync_step_s(1) == pytest.approx(0.7)
+
+
+def test_stragglers_cost_the_others_nothing():
+    settings = {"num_workers": 16, "straggler_fraction": 0.05, "straggler_slowdown": 5.0, "num_cycles": 100}
+    result = found(**settings)
+    assert result["throughput_share"] == pytest.approx(1.0, abs=0.05)
+    # Of 16 cycles at least one is slow in 1 - 0.95^16 = 56 % of the steps.
+    mean_step = 0.8 * (1 + 4 * (1 - 0.95**16))
+    assert result["sync_throughput_share"] == pytest.approx(0.8 * 1.2 / mean_step, rel=0.2)
+
+
+def test_failures_cost_their_own_share_and_the_ledger_balances():
+    settings = {"num_workers": 16, "failures_per_hour": 60.0, "restart_s": 20.0, "num_cycles": 100}
+    result = found(**settings)
+    assert result["failures"] > 10
+    assert result["ledger_balanced"]
+    assert 0.95 <= result["throughput_share"] <= 1.001
+    # A failure every 3.75 s, and 20 s each time, leave synchronous training hardly a step.
+    rate = 16 / 60
+    assert result["sync_throughput_share"] == pytest.approx(0.8 / ((1 / rate + 20) * math.expm1(rate * 0.8)))
+    assert result["speedup_vs_sync"] > 4
+
+
+def test_a_bound_on_staleness_holds():
+    settings = {"num_workers": 8, "pushes_per_step": 1, "jitter": "lognormal:0.8", "num_cycles": 100}
+    assert found(**settings)["staleness_max"] > 16
+    assert found(**settings, max_staleness=16)["staleness_max"] <= 16
+
+
+def test_the_seed_settles_everything():
+    settings = {"num_workers": 8, "speeds": JITTER, "jitter": JITTER, "failures_per_hour": 60.0, "num_cycles": 20}
+    assert found(**settings) == found(**settings)
+    assert found(**settings) != found(**settings, seed=1)
+
+
+def test_drawn_speeds_and_jitter_have_the_mean_they_say():
+    fleet = Fleet(FleetConfig(num_workers=4000, speeds="lognormal:0.5", jitter="lognormal:0.5", microbatch_ms=1000.0))
+    assert sum(fleet.own_units_per_s) / 4000 == pytest.approx(1.0, rel=0.03)
+    even = Fleet(FleetConfig(num_workers=1, jitter="lognormal:0.5", microbatch_ms=1000.0, local_steps=4))
+    times = [even.cycle_s(0, cycle, 1) / 4 for cycle in range(4000)]
+    assert sum(times) / 4000 == pytest.approx(1.0, rel=0.02)
+    # The mean of four independent steps has a quarter of their variance.
+    assert sum((each - 1) ** 2 for each in times) / 4000 == pytest.approx(math.expm1(0.25) / 4, rel=0.15)
+
+
+def test_a_list_of_speeds_is_repeated():
+    fleet = Fleet(FleetConfig(speeds="1,0.5", num_workers=6))
+    assert fleet.own_units_per_s == pytest.approx((10, 5) * 3)
+    assert Fleet(FleetConfig(speeds="1,0.5,2")).num_workers == 3
+    assert parse_speeds("2") == (2.0,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"speeds": "normal:0.3"}, "speeds is 'normal:0.3'; give 'constant' or 'lognormal:SIGMA'"),
+        ({"speeds": "lognormal:x"}, "or a list such as 1,1,1,0.25"),
+        ({"speeds": "1,0"}, "speeds has 0 for worker 1"),
+        ({"speeds": "1,nan"}, "speeds has nan for worker 1"),
+        ({"speeds": "1,1,1", "num_workers": 4}, "speeds lists 3 workers, which does not divide num_workers of 4"),
+        ({"jitter": "lognormal:9"}, "jitter is 'lognormal:9'; give .* from 0 to 3"),
+        ({"jitter": "1,2"}, "jitter is '1,2'"),
+        ({"num_workers": -1}, "num_workers is -1; give 0 or more"),
+        ({"num_workers": 4, "pushes_per_step": 5}, "pushes_per_step is 5, but there are 4 workers"),
+        ({"num_shards": 0}, "num_shards is 0; give a whole number of 1 or more"),
+        ({"link_gbps": -1.0}, "link_gbps is -1; give a finite number of 0 or more"),
+        ({"microbatch_ms": 0.0}, "microbatch_ms is 0; give a finite number of more than 0"),
+        ({"straggler_fraction": 1.5}, "straggler_fraction is 1.5; it is a share"),
+        ({"straggler_slowdown": 0.5}, "straggler_slowdown is 0.5; give a finite number of 1 or more"),
+    ],
+)
+def test_bad_input_says_what_to_give(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Fleet(FleetConfig(**settings))
+
+
+def test_workers_that_fail_before_they_are_done_are_not_simulated_for_ever():
+    with pytest.raises(ConfigError, match=r"Give shorter cycles .* fewer failures_per_hour"):
+        found(num_workers=2, failures_per_hour=1e6, restart_s=0.0, microbatch_ms=10_000.0, num_cycles=10)
+
+
+def test_a_first_cycle_beyond_its_deadline_is_given_up_where_there_are_deadlines():
+    """Nothing was measured yet: 60 s; each push comes 40 s later than that."""
+    settings = {"num_workers": 2, "microbatch_ms": 100_000.0, "num_cycles": 10}
+    with pytest.raises(ConfigError, match=r"0 failures, and .*--lease-deadlines false"):
+        found(**settings)
+    assert found(**settings, lease_deadlines=False)["throughput_share"] == pytest.approx(1.0)
+
+
+def test_a_station_serves_in_order():
+    link = Station(service_s=1.0, least_s=1.5)
+    assert [link.serve(at_s) for at_s in (0.0, 0.5, 5.0)] == [1.5, 2.5, 6.5]
+    assert [link.busy_s(at_s) for at_s in (5.5, 6.0, 9.0)] == [2.5, 3.0, 3.0]
+
+
+def test_bars_cover_every_staleness():
+    assert len(histogram_bars({0: 1, 1: 2})) == 2
+    lines = histogram_bars(dict.fromkeys(range(100), 1))
+    assert len(lines) <= 16
+    assert sum(float(line.split("%")[0].split()[-1]) for line in lines) == pytest.approx(100.0, abs=1.0)
+
+
+def test_the_command_prints_figures_or_bars(capsys):
+    words = ["simulate", "async-dp", "--num-workers", "8", "--speeds", JITTER, "--jitter", JITTER, "--num-cycles", "20"]
+    assert main([*words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {"throughput_share", "speedup_vs_sync", "staleness_mean", "staleness_max"} <= set(result)
+    assert main([*words, "--link-gbps", "100", "--server-ms", "100"]) == 0
+    text = capsys.readouterr().out
+    assert "█" in text
+    assert "asynchronous" in text
+    assert "give more with --num-shards" in text
+    assert "messages and applying take no time" in async_dp_text(result)
+    assert main(["simulate", "async-dp", "--speeds", "fast"]) == 2
+    assert "speeds is 'fast'" in capsys.readouterr().err
+
+
+def test_the_pipelines_simulator_is_the_command_without_a_word(capsys):
+    words = ["simulate", "--pipeline-schedule", "two_bw", "--num-stages", "2", "--num-microbatches", "2", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["pipeline_schedule"] == "two_bw"
+
+
+def test_cost_grows_with_the_cycles_and_not_with_the_workers_too(monkeypatch):
+    """Comparisons in the event queue, the one structure that all workers are in, by workers for a cycle each."""
+
+    class Counted(float):
+        comparisons = 0
+
+        def __lt__(self, other: float) -> bool:
+            Counted.comparisons += 1
+            return float(self) < float(other)
+
+        def __radd__(self, other: float) -> "Counted":
+            return Counted(float(self) + float(other))
+
+    monkeypatch.setattr(Fleet, "cycle_s", lambda self, worker, cycle, count: Counted(0.1 + (worker * 7919 % 97) / 97))
+    counts = []
+    for num_workers in (64, 512):
+        Counted.comparisons = 0
+        found(num_workers=num_workers, num_cycles=10, dynamic_batches=False)
+        counts.append(Counted.comparisons / num_workers)
+    assert all(each > 0 for each in counts)
+    assert all(later < 2.5 * earlier for earlier, later in itertools.pairwise(counts))

@@ -1,0 +1,100 @@
+"""export, eval, generate and --init-from as a user types them."""
+
+import importlib.util
+import json
+
+import pytest
+
+from slipstream.cli import main
+
+SMALL = "--data.sequence-length 32 --train.microbatch-size 2 --pipeline.num-microbatches 2 --evaluate.num-sequences 4"
+SHAPE = "--model.num-layers 2 --model.dim 16 --model.num-heads 2 --model.num-kv-heads 1 --model.ffn-dim 24"
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+
+
+def run(*words: object) -> int:
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    assert run("train", *SMALL.split(), *SHAPE.split(), "--run-dir", folder / "run", "--train.num-steps", 3) == 0
+    assert run("export", "hf", folder / "run", folder / "hub") == 0
+    return folder
+
+
+def test_export_says_whether_it_was_checked(trained, tmp_path, capsys):
+    assert run("export", "hf", trained / "run", tmp_path / "a") == 0
+    printed = capsys.readouterr().out
+    assert ("largest logit difference" if HAS_TRANSFORMERS else "pip install 'slipstream[hf]'") in printed
+    assert run("export", "hf", trained / "run", tmp_path / "b", "--weights", "y", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["max_abs_logit_difference"] is not None) == HAS_TRANSFORMERS
+    assert "model.safetensors" in found["files"]
+    assert run("export", "hf", trained / "run", tmp_path / "b") == 2
+    assert "exists; nothing was written" in capsys.readouterr().err
+
+
+def test_eval_of_a_run_and_of_its_export_agree(trained, tmp_path, capsys):
+    pairs = [{"sentence_good": f"Cats {i} run.", "sentence_bad": f"Cats {i} runs."} for i in range(4)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    found = []
+    for model in ("run", "hub"):
+        assert (
+            run("eval", trained / model, "--task", "blimp", "--file", tmp_path / "p.jsonl", "--limit", 3, "--json") == 0
+        )
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert found[0].keys() == {"acc", "acc_norm", "num_items"}
+    assert found[0]["num_items"] == 3
+    (tmp_path / "t.txt").write_text("To be, or not to be\n" * 5)
+    assert run("eval", trained / "run", "--task", "perplexity", "--file", tmp_path / "t.txt", "--weights", "y") == 0
+    assert "bits_per_byte" in capsys.readouterr().out
+
+
+def test_generate(trained, capsys):
+    texts = []
+    for model in ("run", "hub"):
+        assert run("generate", trained / model, "--prompt", "To be", "--max-new-tokens", 8) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("To be")
+    assert run("generate", trained / "run", "--temperature", 1, "--seed", 3, "--max-new-tokens", 8, "--json") == 0
+    assert 1 <= len(json.loads(capsys.readouterr().out)["ids"]) <= 8
+
+
+@pytest.mark.parametrize(("flag", "source"), [("--init-from", "run"), ("--init-from-hf", "hub")])
+def test_train_begins_with_another_model(trained, tmp_path, capsys, flag, source):
+    words = ["train", *SMALL.split(), "--run-dir", tmp_path / "new", "--train.num-steps", 2]
+    assert run(*words, flag, trained / source) == 0
+    assert "beginning with weights " in capsys.readouterr().out
+    assert json.loads((tmp_path / "new" / "summary.json").read_text())["num_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["train", "--init-from", "{hub}"], "is no run directory. Give one, or use --init-from-hf"),
+        (["train", "--init-from-hf", "{run}"], "is no model folder. Give one, or use --init-from"),
+        (["train", "--init-from-hf", "{hub}", "--init-from", "{run}"], "exclude each other"),
+        (["eval", "{hub}", "--task", "blimp", "--file", "gone"], "cannot read gone"),
+        (["eval", "nothing", "--task", "blimp", "--file", "gone"], "neither a run directory"),
+        (["generate", "{hub}", "--weights", "y"], "one set of weights"),
+        (["export", "hf", "{hub}", "out"], "is no run directory"),
+    ],
+)
+def test_wrong_input(trained, tmp_path, monkeypatch, capsys, words, error):
+    monkeypatch.chdir(tmp_path)
+    places = {"hub": trained / "hub", "run": trained / "run"}
+    assert run(*[word.format(**places) for word in words]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_data_with_the_tokenizer_of_a_model(trained, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("".join(f"To be {i}, or not to be\n" for i in range(200)))
+    assert run("data", "prepare", tmp_path / "t.txt", "--out", tmp_path / "d", "--tokenizer-from", trained / "hub") == 0
+    assert "tokenizer 'bytes' of 257 tokens" in capsys.readouterr().out

@@ -1,0 +1,160 @@
+"""Runs of the executor `dataparallel` through the files on disk."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.config import from_dict, load_toml, resolve, to_toml
+from slipstream.dataparallel.checks import check_dataparallel
+from slipstream.errors import ConfigError
+from slipstream.train.launch import launch
+from slipstream.train.metrics import read_json_lines
+from slipstream.train.progress import SilentReporter
+
+EXAMPLE = Path(__file__).parents[3] / "configs" / "async_dp.toml"
+
+
+def settings(run_dir, *, num_steps=8, **changes):
+    tables = {
+        "run_dir": str(run_dir),
+        "executor": "dataparallel",
+        "engine": "inline",
+        "data": {"sequence_length": 16},
+        "model": {"num_layers": 1, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 24, "dropout": 0.1},
+        "optim": {"lr": 0.01, "lr_warmup_steps": 2, "lr_total_steps": 40},
+        "pipeline": {"num_microbatches": 8},
+        "dataparallel": {"emulate_speeds": [1.0, 1.0, 1.0, 0.25], "emulate_jitter": 0.2},
+        "train": {"num_steps": num_steps, "microbatch_size": 1},
+        "evaluate": {"num_sequences": 4},
+    }
+    for name, change in changes.items():
+        tables[name] = tables.get(name, {}) | change
+    return from_dict(tables)
+
+
+def train(run_dir, *, resume=False, allow_change=(), **changes):
+    return launch(settings(run_dir, **changes), reporter=SilentReporter(), resume=resume, allow_change=allow_change)
+
+
+def rows(run_dir: Path):
+    names = ("step", "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "tokens_per_s")
+    return [tuple(row[name] for name in names) for row in read_json_lines(run_dir / "metrics.jsonl")]
+
+
+def test_the_summary_has_what_a_run_of_workers_is_judged_by(tmp_path):
+    summary = train(tmp_path, num_steps=30)
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["num_workers"], summary["engine"], summary["mode"]) == (4, "inline", "async")
+    assert 0.9 < summary["throughput_share"] <= 1.05
+    assert summary["staleness_max"] >= summary["staleness_mean"] > 0
+    histogram = {int(staleness): count for staleness, count in summary["staleness_histogram"].items()}
+    assert sum(histogram.values()) == summary["pushes_accepted"]
+    assert max(histogram) == summary["staleness_max"]
+    assert (summary["pushes_rejected"], summary["restarts"], summary["ledger_balanced"]) == (0, 0, True)
+    assert summary["tokens_committed"] >= 30 * 8 * 16
+    assert len(read_json_lines(tmp_path / "evaluations.jsonl")) == 2
+    row = read_json_lines(tmp_path / "metrics.jsonl")[-1]
+    assert row["tokens_per_s"] == pytest.approx(row["num_tokens"] / row["step_s"])
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_resumed_equals_continuous_bitwise(tmp_path, mode):
+    options = {"dataparallel": {"mode": mode}, "staleness": {"error_feedback": 0.5}}
+    whole = train(tmp_path / "whole", **options)
+    train(tmp_path / "halves", num_steps=4, **options)
+    halves = train(tmp_path / "halves", resume=True, **options)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "halves")
+    differing = {key for key in whole if whole[key] != halves[key]} - {"peak_memory_bytes", "config_hash"}
+    assert not differing
+
+
+def test_resume_with_other_workers_and_with_another_executor(tmp_path):
+    train(tmp_path, num_steps=3)
+    three = train(tmp_path, num_steps=6, resume=True, dataparallel={"emulate_speeds": [1.0, 1.0, 2.0]})
+    assert (three["num_workers"], three["num_steps"], three["ledger_balanced"]) == (3, 6, True)
+    alone = dataclasses.replace(settings(tmp_path, num_steps=8), executor="single")
+    launch(alone, reporter=SilentReporter(), resume=True)
+    back = train(tmp_path, num_steps=10, resume=True)
+    assert (back["num_steps"], back["num_workers"], back["ledger_balanced"]) == (10, 4, True)
+    assert back["tokens_committed"] == pytest.approx(10 * 8 * 16, abs=6 * 8 * 16)
+
+
+def test_what_alters_the_trajectory_must_be_allowed_by_name(tmp_path):
+    train(tmp_path, num_steps=2)
+    with pytest.raises(ConfigError, match=r"dataparallel\.mode: 'async' -> 'sync'"):
+        train(tmp_path, num_steps=4, resume=True, dataparallel={"mode": "sync"})
+
+
+def test_synchronous_workers_wait_for_the_slowest(tmp_path):
+    shares = {
+        mode: train(tmp_path / mode, num_steps=20, dataparallel={"mode": mode, "emulate_jitter": 0.0})
+        for mode in ("async", "sync")
+    }
+    assert shares["sync"]["throughput_share"] == pytest.approx(4 * 0.25 / 3.25)
+    assert shares["sync"]["staleness_max"] == 0
+    assert shares["async"]["tokens_per_s"] > 2.9 * shares["sync"]["tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dataparallel": {"num_workers": 3}}, r"num_workers is 3, .* has 4 speeds"),
+        ({"dataparallel": {"emulate_speeds": [1.0, 0.0]}}, r"has 0 for worker 1; a speed is more than 0"),
+        ({"dataparallel": {"emulate_jitter": 9.0}}, r"emulate_jitter is 9,.* 0 to 3"),
+        ({"dataparallel": {"pushes_per_step": 5}}, r"pushes_per_step is 5, but there are 4 workers"),
+        ({"dataparallel": {"min_microbatches": 3}}, r"has 8 microbatches .* too few for 4 gradients .* to 12 or more"),
+        ({"dataparallel": {"min_microbatches": 2, "max_microbatches": 1}}, r"max_microbatches is 1, less than"),
+        ({"dataparallel": {"max_staleness": -1}}, r"max_staleness is -1; it must be 0 or more"),
+        ({"dataparallel": {"mode": "sync"}, "pipeline": {"num_microbatches": 6}}, r"6 microbatches .* 4 workers"),
+        ({"dataparallel": {"mode": "sync", "max_staleness": 2}}, r"max_staleness is 2, but with mode 'sync'"),
+        ({"staleness": {"delay": 1}}, r"staleness.delay is 1, but with the executor 'dataparallel'"),
+        ({"staleness": {"sync_until_step": 3}}, r"sync_until_step is 3, but with the executor 'dataparallel'"),
+        ({"staleness": {"error_feedback": "auto"}}, r"error_feedback is 'auto'"),
+        ({"staleness": {"prediction": "xpipe"}}, r"without staleness.prediction_steps"),
+    ],
+)
+def test_nonsense_is_refused_with_a_sentence(changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_dataparallel(resolve(settings("unused", **changes), vocab_size=257, cuda=False))
+
+
+def test_workers_are_counted_where_nobody_says():
+    for changes, expected in (({}, 4), ({"emulate_speeds": []}, 2), ({"emulate_speeds": [], "num_workers": 5}, 5)):
+        config = resolve(settings("unused", dataparallel=changes), vocab_size=257, cuda=False)
+        assert config.dataparallel.num_workers == expected
+
+
+def test_the_command_line_takes_speeds_with_commas(tmp_path, capsys):
+    words = ["--executor", "dataparallel", "--dataparallel.emulate-speeds", "1,1,0.5", "--run-dir", str(tmp_path)]
+    assert main(["config", "show", *words]) == 0
+    (tmp_path / "shown.toml").write_text(capsys.readouterr().out)
+    assert load_toml(tmp_path / "shown.toml").dataparallel.emulate_speeds == (1.0, 1.0, 0.5)
+
+
+def test_an_engine_that_is_not_there_is_refused(tmp_path, capsys):
+    words = ["train", "--config", str(EXAMPLE), "--engine", "ray", "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert "--engine process or inline" in capsys.readouterr().err
+
+
+def test_the_example_config_is_sound():
+    config = resolve(load_toml(str(EXAMPLE)), vocab_size=257, cuda=False)
+    check_dataparallel(config)
+    assert config.dataparallel.num_workers == 4
+
+
+def test_a_step_that_takes_no_time_has_no_rate(tmp_path, capsys):
+    """Two equal workers push at the same instant of the virtual clock, and each push makes a step."""
+    dataparallel = {"emulate_speeds": [1.0, 1.0], "emulate_jitter": 0.0, "pushes_per_step": 1}
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        to_toml(settings(tmp_path / "run", dataparallel=dataparallel, pipeline={"num_microbatches": 2}, num_steps=6))
+    )
+    assert main(["train", "--config", str(file), "--log.every-steps", "1"]) == 0
+    rates = [row["tokens_per_s"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert None in rates
+    assert any(rates)
+    assert "tok/s n/a" in capsys.readouterr().out
