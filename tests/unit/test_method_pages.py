@@ -85,3 +85,8 @@ def test_every_picture_is_on_a_page():
     shown = "".join(path.read_text() for path in FOLDER.glob("*.md"))
     for name in PICTURES:
         assert f"pictures/methods/{name}.svg" in shown
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.parent.rglob("*.md")), ids=lambda path: path.stem)
+def test_no_page_waits_to_be_filled_in(page):
+    assert not re.findall(r"^(?:[A-Z]{3,}|TODO.*|TBD.*|<!--.*)$", page.read_text(), re.MULTILINE)
