@@ -15,6 +15,7 @@ CONTROL_PLANE = (
     "events",
     "faults",
     "ledger",
+    "ranges",
     "members",
     "messages",
     "sequencer",

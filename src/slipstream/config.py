@@ -190,8 +190,8 @@ class AgcConfig:
     blocks_per_group: int = 1
     """Blocks that a group of role_depth covers."""
     curvature: Literal["secant_group", "secant_diag", "fisher", "fisher_root"] = "secant_group"
-    """One number a group; element by element (parameter server with probes); or the mean square of the gradient, or
-    its root, with one scale a group."""
+    """One number a group; or the mean square of the gradient, or its root, with one scale a group. `secant_diag`,
+    element by element, needs probes, which no executor makes yet: it is refused."""
     displacement: Literal["exact", "ema"] = "exact"
     """How far the weights moved since they were read: as they are, or a mean step times the staleness."""
     decay: float = 0.99
@@ -289,6 +289,21 @@ class DataParallelConfig:
     """Most microbatches of a worker's gradient; 0: no limit."""
     max_staleness: int = 0
     """A worker waits for new work while taking it could make any gradient staler than this; 0: no bound."""
+    unit: Literal["gradient", "pseudo_gradient"] = "gradient"
+    """What a worker pushes. `pseudo_gradient`: it takes local_steps optimizer steps by itself, and pushes how far they
+    led (mode `async`)."""
+    local_steps: int = 1
+    """Optimizer steps that a worker takes between two pushes; a step of the run is then of so many batches."""
+    outer_lr: float = 0.7
+    """Rate at which the server follows a mean pseudo-gradient; 1: all the way."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the server's steps; 0: none."""
+    outer_momentum_every: int = 0
+    """Steps of the server between two of that momentum; 0: as many as it takes until all workers have pushed once."""
+    outer_momentum_spread: float = 0.0
+    """Share of that momentum that each of the steps between takes, at most 1 / outer_momentum_every."""
+    wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Numbers that gradients are pushed in. `int8`: a byte each, and a scale for each 2048 of them."""
     emulate_speeds: Numbers = ()
     """Speed of each worker relative to the first kind, such as 1,1,1,0.25; none: all alike."""
     emulate_microbatch_ms: float = 0.0
@@ -370,6 +385,13 @@ class Config:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    @property
+    def local_steps(self) -> int:
+        """Batches that a step of the run takes: more than one where workers take optimizer steps by themselves."""
+        settings = self.dataparallel
+        is_local = self.executor == "dataparallel" and settings.unit == "pseudo_gradient"
+        return settings.local_steps if is_local else 1
 
     @property
     def batch_size(self) -> int:
@@ -465,11 +487,11 @@ def resolve(config: Config, *, vocab_size: int, cuda: bool) -> Config:
         )
     dtype = config.train.compute_dtype
     resolved_dtype: Literal["float32", "bfloat16"] = dtype if dtype != "auto" else ("bfloat16" if cuda else "float32")
-    total = config.optim.lr_total_steps
+    total, num_updates = config.optim.lr_total_steps, config.train.num_steps * config.local_steps
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocab_size),
-        optim=dataclasses.replace(config.optim, lr_total_steps=config.train.num_steps if total is None else total),
+        optim=dataclasses.replace(config.optim, lr_total_steps=num_updates if total is None else total),
         staleness=dataclasses.replace(config.staleness, delay=_resolved_delay(config)),
         train=dataclasses.replace(config.train, compute_dtype=resolved_dtype),
         dataparallel=dataclasses.replace(config.dataparallel, num_workers=_resolved_workers(config)),
@@ -511,6 +533,10 @@ def _resolved_delay(config: Config) -> int:
 
 def _check_ranges(config: Config) -> None:
     """Refuse numbers that no run can use. Model and optimizer settings are checked where they are understood."""
+    for name, value in _flat(dataclasses.asdict(config)).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{name} is {number}; give a finite number.")
     at_least_one = {
         "data.sequence_length": config.data.sequence_length,
         "train.num_steps": config.train.num_steps,
@@ -523,6 +549,7 @@ def _check_ranges(config: Config) -> None:
         "log.every_steps": config.log.every_steps,
         "staleness.agc.blocks_per_group": config.staleness.agc.blocks_per_group,
         "dataparallel.min_microbatches": config.dataparallel.min_microbatches,
+        "dataparallel.local_steps": config.dataparallel.local_steps,
     }
     not_negative = {
         "staleness.delay": config.staleness.delay or 0,
@@ -537,6 +564,8 @@ def _check_ranges(config: Config) -> None:
         "dataparallel.pushes_per_step": config.dataparallel.pushes_per_step,
         "dataparallel.max_microbatches": config.dataparallel.max_microbatches,
         "dataparallel.max_staleness": config.dataparallel.max_staleness,
+        "dataparallel.outer_lr": config.dataparallel.outer_lr,
+        "dataparallel.outer_momentum_every": config.dataparallel.outer_momentum_every,
         "dataparallel.emulate_microbatch_ms": config.dataparallel.emulate_microbatch_ms,
         "dataparallel.emulate_jitter": config.dataparallel.emulate_jitter,
         "train.max_skipped_steps": config.train.max_skipped_steps,
@@ -546,11 +575,13 @@ def _check_ranges(config: Config) -> None:
         for name, value in values.items():
             if not value >= bound:
                 raise ConfigError(f"{name} is {value}; it must be {bound} or more.")
+    if not 0 <= config.staleness.agc.decay < 1:
+        raise ConfigError(
+            f"staleness.agc.decay is {config.staleness.agc.decay:g}; allowed is 0 (only the newest) to below 1, and "
+            "0.99 is usual."
+        )
     if not config.pipeline.timeout_s > 0:
         raise ConfigError(f"pipeline.timeout_s is {config.pipeline.timeout_s}; it must be more than 0 seconds.")
-    coefficient = config.staleness.error_feedback
-    if coefficient != "auto" and not math.isfinite(coefficient):
-        raise ConfigError(f"staleness.error_feedback is {coefficient}; give a finite number, or auto.")
 
 
 SINGLE_ONLY = (

@@ -313,6 +313,26 @@ def test_resumed_with_another_number_of_workers(num_workers):
         assert third.run_step().step == saved.step + 1
 
 
+def test_throughput_counts_what_was_committed_by_its_own_clock():
+    """Of what another engine had done nothing, of what this one had done all; also where no step follows."""
+    config = dataclasses.replace(settings(), engine="inline")
+    other = build_engine(config, functools.partial(microbatch, config), device=CPU)
+    for _ in range(3):
+        other.run_step()
+    before = other.server.sequencer.ledger.tokens_committed
+    with running(settings()) as engine:
+        engine.restore(Saved(other.snapshot(), other.step))
+        assert engine.snapshot().scalars["engine"]["tokens"] == 0
+        engine.run_step()
+        saved = Saved(engine.snapshot(), engine.step)
+    own = saved.scalars["engine"]["tokens"]
+    assert own > 0
+    assert saved.scalars["dataparallel"]["sequencer"]["ledger"]["tokens_committed"] == before + own
+    with running(settings()) as engine:
+        engine.restore(saved)
+        assert engine.snapshot().scalars["engine"]["tokens"] == own
+
+
 def test_workers_go_on_while_the_server_evaluates():
     """Up to the gradient that would make the next step: the weights that are evaluated stay as they are."""
     with running(settings()) as engine:

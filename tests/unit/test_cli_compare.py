@@ -117,6 +117,7 @@ WRONG = {
         r"cell 'adamv, none, delay 0, lr 0\.001, seed 0': optim\.name: there is no optimizer 'adamv'",
     ),
     "a run's config": (["compare", "run.toml"], r"compare --from run\.toml"),
+    "no workers": (["compare", "good.toml", "--num-workers", "0"], r"0 runs at a time .* give 1 or more"),
 }
 
 
@@ -127,9 +128,17 @@ def test_wrong_input_is_a_sentence_and_nothing_is_trained(fault, tmp_path, capsy
     Path("typo.toml").write_text(GRID + remedy)
     Path("rule.toml").write_text("[grid]\n[[grid.rules]]\nname = 'adamv'\n")
     Path("run.toml").write_text("[train]\nnum_steps = 3\n")
+    Path("good.toml").write_text(GRID)
     words, said = WRONG[fault]
     assert run(*words, "--run-dir", "out") == 2
     captured = capsys.readouterr()
     assert re.search(said, captured.err), captured
     assert "Traceback" not in captured.err
     assert not Path("out").exists()
+
+
+def test_a_file_is_no_folder_to_compare_in(grid, tmp_path, capsys):
+    (tmp_path / "taken").write_text("mine")
+    assert run("compare", grid, "--run-dir", tmp_path / "taken") == 2
+    assert "is a file. Choose another --run-dir" in capsys.readouterr().err
+    assert (tmp_path / "taken").read_text() == "mine"

@@ -163,7 +163,7 @@ def exchange_worker(place: Workplace) -> None:
             place.pipe.send(Overtaken(lease_id=0))
             continue
         sequence += 1
-        place.gradient.write(sequence, gradient)
+        place.gradient.write(sequence, gradient, key=sequence)
         push = Push(
             worker=place.worker,
             incarnation=1,

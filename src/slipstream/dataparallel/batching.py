@@ -20,9 +20,10 @@ class EqualBatches:
 
     Args:
         step_microbatches: Microbatches that make an optimizer step.
-        pushes_per_step: Pushes that a step is made of on average; 0: as many as there are live workers.
+        pushes_per_step: Pushes that a step is made of on average, at least; 0: as many as there are live workers.
         min_microbatches: Least of a worker, from 1.
-        max_microbatches: Most of a worker, what its memory takes; 0: no limit.
+        max_microbatches: Most of a worker, what its memory takes; 0: no limit. It is never more than a step's, for one
+            gradient makes one step.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class EqualBatches:
         self.step_microbatches = step_microbatches
         self.pushes_per_step = pushes_per_step
         self.least = min_microbatches
-        self.most = max_microbatches or step_microbatches * 1024
+        self.most = max(min(max_microbatches or step_microbatches, step_microbatches), min_microbatches)
         self.histories: dict[int, CycleHistory] = {}
         self._plan: dict[int, int] = {}
         self._is_outdated = False
@@ -44,6 +45,11 @@ class EqualBatches:
         if self.pushes_per_step:
             wanted = round(num_live * self.step_microbatches / self.pushes_per_step)
         return max(wanted, num_live * self.least)
+
+    @property
+    def round_microbatches(self) -> int:
+        """Microbatches of one push of each live worker, with all bounds, as far as their speeds are known."""
+        return sum(self.plan.values())
 
     @property
     def plan(self) -> dict[int, int]:
@@ -92,8 +98,9 @@ class EqualBatches:
         for worker, cycles in state["histories"]:
             self.histories[worker] = CycleHistory()
             self.histories[worker].load_state_dict(cycles)
-        self._plan = dict(state["plan"])
-        self._is_outdated = False
+        # The settings may be others than when the plan was made.
+        self._plan = {worker: self._bounded(count) for worker, count in state["plan"]}
+        self._is_outdated = True
 
 
 class DynamicBatches(EqualBatches):
@@ -102,7 +109,7 @@ class DynamicBatches(EqualBatches):
     A worker that was not measured yet computes the least there is: one calibration cycle. Once all live workers are
     measured, and whenever they have pushed once each since, a new plan is considered: the one whose longest cycle is
     shortest. After the first it may change a worker's share by a quarter, and is adopted only if it makes the cycles
-    more even by 5 %.
+    more even by 5 %. Where the fastest would need more than a step's microbatches, all get less.
 
     Cost:
         A plan costs O((workers + microbatches) log workers); one a round makes that O(log workers) a push and
@@ -127,6 +134,13 @@ class DynamicBatches(EqualBatches):
     def plan(self) -> dict[int, int]:
         """Microbatches of each live worker's next cycle."""
         return self._plan
+
+    @property
+    def round_microbatches(self) -> int:
+        """Microbatches of one push of each live worker, with all bounds, as far as their speeds are known."""
+        if self._is_new or len(self.histories) == 1:
+            return min(self.cycle_microbatches, len(self.histories) * self.most)
+        return super().round_microbatches
 
     def num_microbatches(self, worker: int) -> int:
         """Return what a live worker computes next; alone it computes all, and there is nothing to find out."""
@@ -168,7 +182,7 @@ class DynamicBatches(EqualBatches):
         self._since_plan = 0
         workers = sorted(self.histories)
         costs = [self.histories[worker].cost() for worker in workers]
-        total = self.cycle_microbatches
+        total = min(self.cycle_microbatches, self._most_while_even(costs))
         now = [self.plan[worker] for worker in workers]
         lower, upper = [self.least] * len(now), [self.most] * len(now)
         if not self._is_new:
@@ -183,6 +197,12 @@ class DynamicBatches(EqualBatches):
         if self._is_new or unevenness(costs, plan) <= (1 - HYSTERESIS) * unevenness(costs, now):
             self._plan = dict(zip(workers, plan))
         self._is_new = False
+
+    def _most_while_even(self, costs: Sequence[Cost]) -> int:
+        """Return the microbatches of all while the fastest computes a step's, and nobody takes longer."""
+        longest_s = min(cost.of(self.step_microbatches) for cost in costs)
+        within = [int((longest_s - cost.fixed_s) / max(cost.each_s, 1e-12) + 1e-6) for cost in costs]
+        return sum(min(max(count, self.least), self.step_microbatches) for count in within)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""

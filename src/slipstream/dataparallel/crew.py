@@ -12,7 +12,8 @@ import torch
 
 from slipstream.config import Config
 from slipstream.dataparallel.messages import Order
-from slipstream.dataparallel.shared import GradientSlots, Layout, WeightBoard
+from slipstream.dataparallel.shared import Layout, WeightBoard
+from slipstream.dataparallel.wire import PushSlots, build_wire
 from slipstream.dataparallel.worker_process import Command, Report, WorkerMain, Workplace, process_main
 
 LEAVE_S = 5.0
@@ -36,7 +37,7 @@ class Seat:
     worker: int
     process: ForkServerProcess
     pipe: Connection
-    gradient: GradientSlots
+    gradient: PushSlots
     incarnation: int = 0
     order: Order | None = None
     is_retired: bool = False
@@ -100,7 +101,7 @@ class Crew:
             # Before multiprocessing's own clean-up, which would ask them to end and wait.
             atexit.register(self.close)
         ours, theirs = self._context.Pipe()
-        gradient = GradientSlots(self._gradient)
+        gradient = PushSlots(build_wire(self._config.dataparallel), self._gradient)
         place = Workplace(
             config=self._config,
             worker=worker,

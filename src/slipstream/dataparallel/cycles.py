@@ -97,12 +97,6 @@ class CycleHistory:
             self._cycles.clear()
             self._cycles.extend(kept)
 
-    def tokens_per_s(self) -> float:
-        """Return the worker's speed: a ratio of sums, outliers left out; 0 where nothing was measured."""
-        kept = self._ordinary()
-        total_s = sum(cycle.total_s for cycle in kept)
-        return sum(cycle.num_tokens for cycle in kept) / total_s if total_s > 0 else 0.0
-
     def cost(self) -> Cost:
         """Fit the seconds of a cycle by the number of its microbatches.
 

@@ -13,6 +13,7 @@ from slipstream.assembly import StageParts
 from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.dataparallel.emulation import Emulation
+from slipstream.dataparallel.local_steps import server_config
 from slipstream.dataparallel.server import Server
 from slipstream.dataparallel.shard import StepRecord
 from slipstream.errors import ConfigError
@@ -41,7 +42,9 @@ class Engine(abc.ABC):
     def __init__(self, config: Config, *, device: torch.device, num_versions: int = 1, identity: str = "") -> None:
         self.config = config
         self.device = device
-        parts = StageParts(config, whole(config.model), num_versions=num_versions, device=device)
+        of_server = server_config(config)
+        self._peak_lr = of_server.optim.lr
+        parts = StageParts(of_server, whole(config.model), num_versions=num_versions, device=device)
         self.server = Server(config, [parts], identity=identity)
         settings = config.dataparallel
         self.emulation = Emulation(
@@ -109,7 +112,7 @@ class Engine(abc.ABC):
             step=update.version,
             loss=record.loss,
             grad_norm=update.grad_norm,
-            lr=self.config.optim.lr * update.lr_factor,
+            lr=self._peak_lr * update.lr_factor,
             staleness=max(record.stalenesses),
             staleness_mean=record.staleness_mean,
             num_tokens=sum(record.num_tokens),

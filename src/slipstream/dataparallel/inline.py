@@ -18,9 +18,11 @@ from slipstream.config import Config
 from slipstream.dataparallel.engine import Engine
 from slipstream.dataparallel.events import EventQueue
 from slipstream.dataparallel.faults import Fault
+from slipstream.dataparallel.local_steps import build_worker
 from slipstream.dataparallel.messages import Order, Push
 from slipstream.dataparallel.shard import StepRecord
-from slipstream.dataparallel.worker import Replica, Work, Worker, restored_work, work_state, work_tensors
+from slipstream.dataparallel.wire import build_wire
+from slipstream.dataparallel.worker import Replica, Work, restored_work, work_state, work_tensors
 from slipstream.errors import StageError
 from slipstream.executor import BatchSource, Snapshot, StateReader, StepReport
 
@@ -76,13 +78,15 @@ class InlineEngine(Engine):
         self, config: Config, microbatches: BatchSource, *, device: torch.device, faults: Sequence[Fault] = ()
     ) -> None:
         super().__init__(config, device=device)
-        self._worker = Worker(config, Replica.of_server(self.server.parts[0]), microbatches, device=device)
+        self._worker = build_worker(config, Replica.of_server(self.server.parts[0]), microbatches, device=device)
+        self._wire = build_wire(config.dataparallel)
         self._queue: EventQueue[Event] = EventQueue()
         self._faults = tuple(faults)
         self._seats: dict[int, Seat] = {}
         self._asking: collections.deque[int] = collections.deque()
         self._kept: dict[int, Arrival] = {}
         self._capacity_tokens = 0.0
+        self._tokens_before = 0  # committed before this clock began: by another executor, or on another engine
         self._own_tokens_per_s = 0.0
         self._last_step_s = 0.0
         self._begin()
@@ -149,6 +153,8 @@ class InlineEngine(Engine):
         """Compute on the weights as they are now; the gradient arrives when the worker is done."""
         seat = self._seats[order.worker]
         work = self._worker.compute(order.lease, version=order.version, worker=order.worker)
+        tensors, sent = self._wire.carry(work.gradient.tensors, key=order.lease.ranges[0][0])
+        work = dataclasses.replace(work, gradient=dataclasses.replace(work.gradient, tensors=tensors))
         if seat.num_nan:
             seat.num_nan -= 1
             work = dataclasses.replace(work, grad_norm=torch.full_like(work.grad_norm, float("nan")))
@@ -165,6 +171,8 @@ class InlineEngine(Engine):
             num_tokens=work.gradient.num_tokens,
             is_finite=work.is_finite,
             compute_s=cycle_s,
+            wire_bytes=sent.num_bytes,
+            wire_error=sent.relative_error,
         )
         self._queue.schedule(self.now_s + cycle_s, Arrival(push=push, work=work))
 
@@ -190,12 +198,16 @@ class InlineEngine(Engine):
         """Let a worker come, or come back."""
         member = self.server.sequencer.members.get(worker)
         seat = self._seats.setdefault(worker, Seat(incarnation=0, is_here=False))
-        if not seat.is_here:
-            self._own_tokens_per_s += self.own_tokens_per_s([worker])
         seat.incarnation = 1 + max(seat.incarnation, member.incarnation if member else 0)
         seat.is_here, seat.sequence = True, 0
-        self.server.join(worker, seat.incarnation)
+        self._add_up_speeds()
+        pace_s = self.emulation.microbatch_s / self.emulation.speed(worker) * seat.slowness
+        self.server.join(worker, seat.incarnation, pace_s=pace_s)
         self._asking.append(worker)
+
+    def _add_up_speeds(self) -> None:
+        """Of those that are here, by the settings of now: a resumed run may have others than were saved."""
+        self._own_tokens_per_s = self.own_tokens_per_s(worker for worker, seat in self._seats.items() if seat.is_here)
 
     def _strike(self, fault: Fault) -> None:
         if fault.kind == "join":
@@ -206,8 +218,8 @@ class InlineEngine(Engine):
             return
         match fault.kind:
             case "kill":
-                self._own_tokens_per_s -= self.own_tokens_per_s([fault.worker])
                 seat.is_here = False
+                self._add_up_speeds()
                 self._drop_arrivals(fault.worker, seat)
                 self.server.leave(fault.worker)
             case "hang":
@@ -236,7 +248,7 @@ class InlineEngine(Engine):
 
     def throughput_share(self) -> float:
         """Return tokens per second over the sum of the workers' own speeds."""
-        done = self.server.sequencer.ledger.tokens_committed
+        done = self.server.sequencer.ledger.tokens_committed - self._tokens_before
         return done / self._capacity_tokens if self._capacity_tokens else 0.0
 
     def close(self) -> None:
@@ -247,7 +259,7 @@ class InlineEngine(Engine):
         snapshot = self.server.snapshot()
         arrivals = [(at_s, event) for at_s, event in self._queue.pending() if isinstance(event, Arrival)]
         arrivals += [(-1.0, arrival) for arrival in self._kept.values()]
-        tensors: dict[str, torch.Tensor] = {}
+        tensors = self._worker.tensors()
         flights: list[dict[str, Any]] = []
         for number, (at_s, arrival) in enumerate(arrivals):
             tensors |= work_tensors(arrival.work, f"flight@{number}")
@@ -266,10 +278,11 @@ class InlineEngine(Engine):
             "now_s": self.now_s,
             "last_step_s": self._last_step_s,
             "capacity_tokens": self._capacity_tokens,
-            "own_tokens_per_s": self._own_tokens_per_s,
+            "tokens_before": self._tokens_before,
             "asking": list(self._asking),
             "seats": [[worker, dataclasses.asdict(seat)] for worker, seat in self._seats.items()],
             "flights": flights,
+            "workers": self._worker.state_dict(),
         }
         return dataclasses.replace(
             snapshot, tensors={**snapshot.tensors, **copies}, scalars={**snapshot.scalars, "engine": engine}
@@ -285,14 +298,20 @@ class InlineEngine(Engine):
         now_s = float(saved.get("now_s", 0.0))
         self._queue.restore(now_s, [])
         self._last_step_s = float(saved.get("last_step_s", now_s))
-        self._capacity_tokens = float(saved.get("capacity_tokens", 0.0))
-        if saved.get("kind") != "inline" or saved["num_workers"] != self.config.dataparallel.num_workers:
+        is_own = saved.get("kind") == "inline"
+        self._capacity_tokens = float(saved["capacity_tokens"]) if is_own else 0.0
+        committed = self.server.sequencer.ledger.tokens_committed
+        self._tokens_before = int(saved.get("tokens_before", 0)) if is_own else committed
+        is_same = is_own and saved["num_workers"] == self.config.dataparallel.num_workers
+        if not is_same or self.server.lacks_versions:
             self.server.resync()
+            self._worker.restore((), state)
             self._begin()
             return
-        self._own_tokens_per_s = float(saved["own_tokens_per_s"])
+        self._worker.restore(saved.get("workers", ()), state)
         self._asking.extend(saved["asking"])
         self._seats = {worker: Seat(**fields) for worker, fields in saved["seats"]}
+        self._add_up_speeds()
         for number, flight in enumerate(saved["flights"]):
             work = restored_work(flight["work"], state, f"flight@{number}", device=self.device)
             arrival = Arrival(push=Push(**flight["push"]), work=work, is_copy=flight["is_copy"])

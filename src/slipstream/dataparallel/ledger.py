@@ -5,79 +5,16 @@ The data's order is endless and a pure function of its seed, so a microbatch is 
     0                                          frontier
     |--committed--|open|--committed--|ret|open|  not yet issued ...
 
-Everything below the frontier was issued, and is in exactly one of three states.
+Everything below the frontier was issued, and is in exactly one of four states; the fourth is rare: dropped, because two
+workers got no finite gradient of it.
 """
 
-import bisect
 import dataclasses
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-Range = tuple[int, int]
-"""Microbatches from the first number to before the second."""
-
-
-class RangeSet:
-    """Whole numbers kept as disjoint ranges, touching ones merged.
-
-    Example:
-        >>> numbers = RangeSet([(0, 2), (5, 8)])
-        >>> numbers.add(2, 5)
-        >>> list(numbers), numbers.take(3), len(numbers)
-        ([(0, 8)], [(0, 3)], 5)
-    """
-
-    def __init__(self, ranges: Iterable[Range] = ()) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-        self._size = 0
-        for start, stop in ranges:
-            self.add(start, stop)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Range]:
-        return iter(zip(self._starts, self._stops))
-
-    def add(self, start: int, stop: int) -> None:
-        """Add a range of which no number is held yet.
-
-        Raises:
-            ValueError: Some are; whoever adds has lost count.
-        """
-        at = bisect.bisect_left(self._starts, start)
-        left_stop = self._stops[at - 1] if at else -1
-        right_start = self._starts[at] if at < len(self._starts) else None
-        if stop <= start or left_stop > start or (right_start is not None and right_start < stop):
-            raise ValueError(f"range {start} to {stop} is empty or held already")
-        self._size += stop - start
-        if left_stop == start and right_start == stop:
-            self._starts.pop(at)
-            self._stops.pop(at - 1)
-        elif left_stop == start:
-            self._stops[at - 1] = stop
-        elif right_start == stop:
-            self._starts[at] = start
-        else:
-            self._starts.insert(at, start)
-            self._stops.insert(at, stop)
-
-    def take(self, count: int) -> list[Range]:
-        """Remove and return the ``count`` least numbers, or all where there are fewer."""
-        taken: list[Range] = []
-        while count > 0 and self._starts:
-            start, stop = self._starts[0], min(self._stops[0], self._starts[0] + count)
-            taken.append((start, stop))
-            count -= stop - start
-            self._size -= stop - start
-            if stop == self._stops[0]:
-                self._starts.pop(0)
-                self._stops.pop(0)
-            else:
-                self._starts[0] = stop
-        return taken
+from slipstream.dataparallel.ranges import Range, RangeSet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +54,7 @@ class Balance:
     committed: int
     open: int
     returned: int
+    dropped: int
     is_exact: bool
     """Whether every microbatch below the frontier is in exactly one account, and the pushes' own token counts add up to
     what is committed."""
@@ -124,7 +62,7 @@ class Balance:
     @property
     def holds(self) -> bool:
         """Whether nothing was lost and nothing counted twice."""
-        return self.is_exact and self.issued == self.committed + self.open + self.returned
+        return self.is_exact and self.issued == self.committed + self.open + self.returned + self.dropped
 
 
 class Ledger:
@@ -132,6 +70,8 @@ class Ledger:
 
     What comes back goes out again before anything new, the oldest first: while a microbatch waits, the frontier stands
     still, so :attr:`lag` is bounded by what is issued within the deadlines of the leases it is part of.
+
+    Of what a gradient was not finite is tried once more, by another worker: it tells a broken worker from broken data.
 
     Args:
         microbatch_tokens: Valid tokens of each microbatch.
@@ -159,6 +99,10 @@ class Ledger:
         self._next_id = 0
         self._committed = RangeSet()
         self._returned = RangeSet()
+        self._dropped = RangeSet()
+        # Microbatches that failed once, with the worker and the lease; and which of them wait for somebody else.
+        self._suspects: dict[int, tuple[int, int]] = {}
+        self._waiting: set[int] = set()
         self._open: dict[int, Lease] = {}
         self._of_worker: dict[int, set[int]] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -170,9 +114,23 @@ class Ledger:
 
     @property
     def lag(self) -> int:
-        """Microbatches from the oldest that is not committed to the frontier."""
-        first = next(iter(self._committed), (0, 0))
-        return self._frontier - (first[1] if first[0] == 0 else 0)
+        """Microbatches from the oldest that is neither committed nor dropped to the frontier."""
+        at = 0
+        for start, stop in sorted([*self._committed, *self._dropped]):
+            if start != at:
+                break
+            at = stop
+        return self._frontier - at
+
+    @property
+    def num_dropped(self) -> int:
+        """Microbatches that are not trained on."""
+        return len(self._dropped)
+
+    @property
+    def dropped(self) -> tuple[Range, ...]:
+        """Those microbatches."""
+        return tuple(self._dropped)
 
     @property
     def next_deadline_s(self) -> float:
@@ -185,9 +143,22 @@ class Ledger:
         """Return a lease that is neither committed nor returned."""
         return self._open.get(lease_id)
 
-    def issue(self, worker: int, incarnation: int, num_microbatches: int, *, deadline_s: float) -> Lease:
-        """Hand out microbatches: returned ones first, then new ones."""
-        ranges = self._returned.take(num_microbatches)
+    def issue(
+        self, worker: int, incarnation: int, num_microbatches: int, *, deadline_s: float, is_alone: bool = False
+    ) -> Lease:
+        """Hand out microbatches: returned ones first, then new ones.
+
+        Args:
+            worker: To whom.
+            incarnation: Of that worker.
+            num_microbatches: How many.
+            deadline_s: When they are given to another.
+            is_alone: There is no other, so it is given also what it failed on.
+        """
+        suspects = self._take_suspects(worker, num_microbatches, is_alone=is_alone)
+        ranges = self._returned.take(num_microbatches - len(suspects))
+        if suspects:
+            ranges = list(RangeSet([*ranges, *suspects]))
         missing = num_microbatches - sum(stop - start for start, stop in ranges)
         if missing > 0:
             ranges.append((self._frontier, self._frontier + missing))
@@ -214,6 +185,9 @@ class Ledger:
             return False
         for start, stop in lease.ranges:
             self._committed.add(start, stop)
+        if self._suspects:
+            for number in lease.microbatches():
+                self._suspects.pop(number, None)
         self.tokens_committed += num_tokens
         return True
 
@@ -222,9 +196,28 @@ class Ledger:
         lease = self._close(lease_id)
         if lease is None:
             return False
-        for start, stop in lease.ranges:
-            self._returned.add(start, stop)
+        self._return(lease.ranges if not self._suspects else ((each, each + 1) for each in lease.microbatches()))
         return True
+
+    def fail(self, lease_id: int) -> dict[int, int]:
+        """Return a lease's microbatches, whose gradient is not finite; those that failed before are dropped.
+
+        Returns:
+            The leases in which the dropped ones had failed before, and their workers, who were not to blame. Empty:
+            nothing was dropped.
+        """
+        lease = self._close(lease_id)
+        acquitted: dict[int, int] = {}
+        for number in lease.microbatches() if lease is not None else ():
+            first = self._suspects.pop(number, None)
+            if first is None:
+                assert lease is not None
+                self._suspects[number] = (lease.worker, lease_id)
+                self._waiting.add(number)
+            else:
+                acquitted[first[1]] = first[0]
+                self._dropped.add(number, number + 1)
+        return acquitted
 
     def release(self, worker: int) -> list[Lease]:
         """Return all that a worker holds: it is gone."""
@@ -254,16 +247,34 @@ class Ledger:
         """Add everything up, range by range."""
         leased = [each for lease in self._open.values() for each in lease.ranges]
         at = 0
-        for start, stop in sorted([*self._committed, *self._returned, *leased]):
+        waiting = [(number, number + 1) for number in self._waiting]
+        for start, stop in sorted([*self._committed, *self._returned, *waiting, *self._dropped, *leased]):
             at = stop if start == at else -1
         tokens = self.microbatch_tokens
         return Balance(
             issued=self._frontier * tokens,
             committed=self.tokens_committed,
             open=sum(stop - start for start, stop in leased) * tokens,
-            returned=len(self._returned) * tokens,
+            returned=(len(self._returned) + len(self._waiting)) * tokens,
+            dropped=len(self._dropped) * tokens,
             is_exact=at == self._frontier and self.tokens_committed == len(self._committed) * tokens,
         )
+
+    def _take_suspects(self, worker: int, count: int, *, is_alone: bool) -> list[Range]:
+        """Remove and return up to so many single microbatches that another worker failed on, the oldest first."""
+        if not self._waiting:
+            return []
+        found = sorted(number for number in self._waiting if is_alone or self._suspects[number][0] != worker)[:count]
+        self._waiting.difference_update(found)
+        return [(number, number + 1) for number in found]
+
+    def _return(self, ranges: Iterable[Range]) -> None:
+        """Take ranges back, each of suspects alone or of none."""
+        for start, stop in ranges:
+            if start in self._suspects:
+                self._waiting.add(start)
+            else:
+                self._returned.add(start, stop)
 
     def _hold(self, lease: Lease) -> None:
         self._open[lease.id] = lease
@@ -284,6 +295,9 @@ class Ledger:
             "tokens_committed": self.tokens_committed,
             "committed": list(self._committed),
             "returned": list(self._returned),
+            "dropped": list(self._dropped),
+            "suspects": [[number, *first] for number, first in self._suspects.items()],
+            "waiting": sorted(self._waiting),
             "open": [dataclasses.asdict(lease) for lease in self._open.values()],
         }
 
@@ -292,6 +306,9 @@ class Ledger:
         self._frontier, self._next_id = int(state["frontier"]), int(state["next_id"])
         self.tokens_committed = int(state["tokens_committed"])
         self._committed, self._returned = RangeSet(state["committed"]), RangeSet(state["returned"])
+        # The rest is absent in a checkpoint of an older version.
+        self._dropped, self._waiting = RangeSet(state.get("dropped", ())), set(state.get("waiting", ()))
+        self._suspects = {number: (worker, lease_id) for number, worker, lease_id in state.get("suspects", ())}
         self._open, self._of_worker, self._deadlines = {}, {}, []
         for each in state["open"]:
             self._hold(Lease(**{**each, "ranges": tuple((start, stop) for start, stop in each["ranges"])}))

@@ -18,7 +18,7 @@ class Member:
         epoch: In which it joined.
         state: ``lost``: it left, or a lease expired; it may come back as another incarnation.
         last_sequence: Of the newest push that was judged.
-        strikes: Gradients in a row that were not finite.
+        strikes: Leases in a row whose gradients were not finite, and nobody else failed on them.
         patience: Factor on its deadlines: doubled whenever one passes, 1 again after a push that was accepted. Who is
             slower than was thought gets through sooner or later, instead of being given up for ever.
         staleness: Of its accepted pushes, over all incarnations.
@@ -29,20 +29,23 @@ class Member:
     epoch: int
     state: Literal["live", "lost", "quarantined"] = "live"
     last_sequence: int = 0
-    strikes: int = 0
+    strikes: list[int] = dataclasses.field(default_factory=list)
     patience: float = 1.0
     staleness: Tally = dataclasses.field(default_factory=Tally)
     microbatches: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
-        return {**vars(self), "staleness": self.staleness.items()}
+        return {**vars(self), "strikes": list(self.strikes), "staleness": self.staleness.items()}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "Member":
         """Return what :meth:`state_dict` gave."""
         tally = Tally((staleness, count) for staleness, count in state["staleness"])
-        return cls(**{**state, "staleness": tally})
+        strikes = state["strikes"]
+        if isinstance(strikes, int):  # a checkpoint of an older version kept no more than their number
+            strikes = [-1] * strikes
+        return cls(**{**state, "strikes": list(strikes), "staleness": tally})
 
 
 class InFlight:

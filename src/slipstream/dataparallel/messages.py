@@ -30,6 +30,8 @@ class Push:
         is_finite: Whether its global norm is.
         compute_s: Seconds of forward and backward.
         communication_s: Seconds of fetching and pushing.
+        wire_bytes: That the gradient took on its way.
+        wire_error: What it lost there, relative to its norm.
     """
 
     worker: int
@@ -42,6 +44,8 @@ class Push:
     is_finite: bool = True
     compute_s: float = 0.0
     communication_s: float = 0.0
+    wire_bytes: int = 0
+    wire_error: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

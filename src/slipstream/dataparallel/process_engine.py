@@ -110,7 +110,6 @@ class ProcessEngine(Engine):
                 self._calibrate(seat)
         self._has_begun = True
         self._seen_s = self._last_step_s = self.now_s
-        self._tokens_before = self.server.sequencer.ledger.tokens_committed - self._tokens_before
         for seat in self._crew.seats:
             if seat.incarnation:  # one may have died since, and is about to come back
                 self._ask(seat)
@@ -202,7 +201,7 @@ class ProcessEngine(Engine):
                 [self._gradient(seat, result)],
                 torch.tensor(result.grad_norm, dtype=torch.float32, device=self.device),
                 loss=result.loss,
-                is_borrowed=self.device.type == "cpu",
+                is_borrowed=self.device.type == "cpu" and seat.gradient.is_reference,
             )
         if record is not None:
             self._publish()
@@ -312,7 +311,8 @@ class ProcessEngine(Engine):
         saved = state.scalars.get("engine", {})
         is_own = saved.get("kind") == "process"
         self._capacity_tokens = float(saved["capacity_tokens"]) if is_own else 0.0
-        self._tokens_before = int(saved["tokens"]) if is_own else 0
+        counted = int(saved["tokens"]) if is_own else 0
+        self._tokens_before = self.server.sequencer.ledger.tokens_committed - counted
         if self._has_begun:
             self._has_begun, self._held = False, None
             self._crew.close()

@@ -7,8 +7,8 @@ import torch
 
 from slipstream.config import Config
 from slipstream.dataparallel.crew import Seat
-from slipstream.dataparallel.ledger import Range
 from slipstream.dataparallel.process_engine import MAX_DEATHS, ProcessEngine
+from slipstream.dataparallel.ranges import Range
 from slipstream.dataparallel.shard import StepRecord
 from slipstream.dataparallel.synchronous import sum_gradients
 from slipstream.dataparallel.worker_process import Result, WorkerMain, work
@@ -42,6 +42,7 @@ class SynchronousProcessEngine(ProcessEngine):
         self._results[seat.worker] = order.lease.ranges, self._gradient(seat, result), result.loss
         # What is not finite makes the whole step so, which is skipped then; nobody is to blame.
         self.server.sequencer.push(dataclasses.replace(result.push, is_finite=True))
+        self.server.wire_tally.add(result.push.wire_bytes, result.push.wire_error)
         if len(self._results) < self.config.dataparallel.num_workers:
             return None
         record = self._make_step()

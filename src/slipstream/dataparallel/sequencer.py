@@ -21,7 +21,7 @@ from slipstream.dataparallel.ledger import Ledger
 from slipstream.dataparallel.members import InFlight, Member
 from slipstream.dataparallel.messages import Order, Push, Rejection, Reply, Verdict
 from slipstream.dataparallel.tally import Tally
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, NonFiniteError
 
 PARK_S = 10.0
 """A parked request is answered after so long at the latest, if only with "ask again"."""
@@ -35,14 +35,17 @@ class Sequencer:
     """Orders, accepts or rejects whole pushes, counts versions, and hands out leases.
 
     A step takes ``step_microbatches`` worth of tokens, however many pushes they come in. What a push brings beyond that
-    counts for the next step, up to half a step, so that tokens and steps keep in proportion and no step is made of less
-    than half of its tokens.
+    counts for the next step. No push is of more than a step's tokens, so n steps are made of n to n + 1 steps' tokens.
+
+    A gradient that is not finite is a strike against its worker, until another worker fails on the same microbatches:
+    then the data is to blame, the strike is taken back, and the microbatches are dropped.
 
     Args:
         policy: How many microbatches each worker gets.
         ledger: Which ones.
         max_staleness: A pull is parked while it could lead to a larger staleness; 0: no bound.
         max_strikes: Gradients in a row that are not finite before a worker is quarantined.
+        max_dropped: Microbatches that may be dropped in the whole run.
         identity: Digest of model, tokenizer and settings; who joins must bring the same.
 
     Attributes:
@@ -64,6 +67,7 @@ class Sequencer:
         *,
         max_staleness: int = 0,
         max_strikes: int = 3,
+        max_dropped: int = 0,
         identity: str = "",
     ) -> None:
         self.policy = policy
@@ -78,6 +82,7 @@ class Sequencer:
         self.num_restarts = 0
         self._max_staleness = max_staleness
         self._max_strikes = max_strikes
+        self._max_dropped = max_dropped
         self._identity = identity
         self._step_tokens = policy.step_microbatches * ledger.microbatch_tokens
         self._tokens = 0
@@ -91,7 +96,7 @@ class Sequencer:
     @property
     def pushes_per_step(self) -> float:
         """Pushes that make a step, on average, while the workers stay as they are."""
-        return self.num_live * self.policy.step_microbatches / max(self.policy.cycle_microbatches, 1)
+        return self.num_live * self.policy.step_microbatches / max(self.policy.round_microbatches, 1)
 
     @property
     def next_deadline_s(self) -> float:
@@ -128,7 +133,7 @@ class Sequencer:
             # After the server itself was restored everyone comes anew; that is no restart of a worker.
             self.num_restarts += member.epoch == self.epoch
             member.incarnation, member.epoch, member.state = incarnation, self.epoch, "live"
-            member.last_sequence, member.strikes = 0, 0
+            member.last_sequence, member.strikes = 0, []
         self.policy.join(worker, pace_s=pace_s)
 
     def leave(self, worker: int) -> None:
@@ -147,6 +152,9 @@ class Sequencer:
         """Judge a gradient that has arrived, exactly once: the same push again is counted as rejected, and no more.
 
         The caller accumulates an accepted gradient, and makes a step if the verdict says so, before the next call.
+
+        Raises:
+            NonFiniteError: More microbatches would be dropped than may be.
         """
         rejection = self._objection(push)
         member = self.members.get(push.worker)
@@ -159,7 +167,7 @@ class Sequencer:
             rejection = rejection or "unknown"
             self.rejected[rejection] += 1
             return Verdict(rejection=rejection)
-        member.strikes, member.patience = 0, 1.0
+        member.strikes, member.patience = [], 1.0
         num_microbatches = self.in_flight.settle(push.lease_id)
         self.ledger.commit(push.lease_id, num_tokens=push.num_tokens)
         staleness = self.version - push.read_version
@@ -179,13 +187,16 @@ class Sequencer:
         )
 
     def pull(self, worker: int, incarnation: int, *, now_s: float) -> Reply:
-        """Ask for work. A request that must wait is parked; :meth:`admit` gives its order later."""
+        """Ask for work. A request that must wait is parked; :meth:`admit` gives its order later.
+
+        Nobody overtakes a parked request: what the newcomers have out would hold it up for ever.
+        """
         member = self.members.get(worker)
         if member is None or member.incarnation != incarnation or member.state == "lost":
             return Reply(action="rejoin")
         if member.state == "quarantined":
             return Reply(action="stop")
-        if worker not in self._parked and self._is_admitted(worker):
+        if not self._parked and self._is_admitted(worker):
             return Reply(action="work", order=self._order(worker, member, now_s=now_s))
         self._parked[worker] = now_s + PARK_S
         return Reply(action="wait", until_s=now_s + PARK_S)
@@ -237,10 +248,23 @@ class Sequencer:
 
     def _strike(self, push: Push, member: Member) -> None:
         self.in_flight.settle(push.lease_id)
-        self.ledger.give_back(push.lease_id)
-        member.strikes += 1
-        if member.strikes >= self._max_strikes:
-            self._drop(push.worker, "quarantined")
+        acquitted = self.ledger.fail(push.lease_id)
+        if not acquitted:
+            member.strikes.append(push.lease_id)
+            if len(member.strikes) >= self._max_strikes:
+                self._drop(push.worker, "quarantined")
+            return
+        for lease_id, worker in acquitted.items():
+            other = self.members[worker]
+            other.strikes = [each for each in other.strikes if each != lease_id]
+        if self.ledger.num_dropped > self._max_dropped:
+            ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in self.ledger.dropped)
+            raise NonFiniteError(
+                f"non-finite gradients of {self.ledger.num_dropped} microbatches, up to step {self.version}: two "
+                f"attempts each, by different workers where there are several, failed on microbatches {ranges} in the "
+                f"data's order. train.max_skipped_steps allows {self._max_dropped} microbatches, so many steps' worth. "
+                "Lower optim.lr, mend the data or raise train.max_skipped_steps, then go on with --resume."
+            )
 
     def _count(self, num_tokens: int) -> bool:
         """Add to the step under way; whether it is complete."""
@@ -249,7 +273,7 @@ class Sequencer:
         if not completes:
             return False
         self.version += 1
-        self._tokens = min(self._tokens - self._step_tokens, self._step_tokens // 2)
+        self._tokens -= self._step_tokens
         return True
 
     def _is_admitted(self, worker: int) -> bool:
@@ -266,7 +290,7 @@ class Sequencer:
     def _order(self, worker: int, member: Member, *, now_s: float) -> Order:
         count = self.policy.num_microbatches(worker)
         deadline_s = now_s + self.policy.deadline_s(worker, count) * member.patience
-        lease = self.ledger.issue(worker, member.incarnation, count, deadline_s=deadline_s)
+        lease = self.ledger.issue(worker, member.incarnation, count, deadline_s=deadline_s, is_alone=self.num_live == 1)
         order = Order(
             worker=worker, incarnation=member.incarnation, epoch=self.epoch, version=self.version, lease=lease
         )

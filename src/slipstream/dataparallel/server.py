@@ -15,6 +15,7 @@ from slipstream.dataparallel.ledger import Ledger
 from slipstream.dataparallel.messages import Order, Push, Reply, Verdict
 from slipstream.dataparallel.sequencer import Sequencer
 from slipstream.dataparallel.shard import Shard, StepRecord
+from slipstream.dataparallel.wire import WireTally
 from slipstream.executor import Point, Snapshot, StateReader, merged
 from slipstream.microbatches import to_device
 from slipstream.models.llama import cross_entropy_sum
@@ -32,13 +33,19 @@ def build_sequencer(config: Config, *, identity: str = "") -> Sequencer:
     settings = config.dataparallel
     kind = DynamicBatches if settings.dynamic_batches and settings.mode == "async" else EqualBatches
     policy = kind(
-        step_microbatches=config.pipeline.num_microbatches,
+        step_microbatches=config.pipeline.num_microbatches * config.local_steps,
         pushes_per_step=settings.pushes_per_step,
-        min_microbatches=settings.min_microbatches,
-        max_microbatches=settings.max_microbatches,
+        min_microbatches=settings.min_microbatches * config.local_steps,
+        max_microbatches=settings.max_microbatches * config.local_steps,
     )
     ledger = Ledger(microbatch_tokens=config.train.microbatch_size * config.data.sequence_length)
-    return Sequencer(policy, ledger, max_staleness=settings.max_staleness, identity=identity)
+    return Sequencer(
+        policy,
+        ledger,
+        max_staleness=settings.max_staleness,
+        max_dropped=config.train.max_skipped_steps * policy.step_microbatches,
+        identity=identity,
+    )
 
 
 class Server:
@@ -55,6 +62,7 @@ class Server:
         self.parts = tuple(parts)
         self.shards = tuple(Shard(each.updater) for each in self.parts)
         self.sequencer = build_sequencer(config, identity=identity)
+        self.wire_tally = WireTally()
         self._arrived: list[tuple[float, int, int]] = []
 
     @property
@@ -126,6 +134,7 @@ class Server:
         Where it makes no step, requests may be answered in between: the weights are the same.
         """
         self._arrived.append((loss, push.num_tokens, verdict.staleness))
+        self.wire_tally.add(push.wire_bytes, push.wire_error)
         for shard, gradient in zip(self.shards, gradients):
             shard.accumulate(gradient, grad_norm, weight=verdict.weight, is_borrowed=is_borrowed)
             shard.retain(self.sequencer.in_flight.readers.keys())
@@ -187,6 +196,7 @@ class Server:
             "sequencer": self.sequencer.state_dict(),
             "shard": self.shards[0].state_dict(),
             "arrived": list(self._arrived),
+            "wire": self.wire_tally.state_dict(),
         }
         return dataclasses.replace(
             whole, tensors={**whole.tensors, **copies}, scalars={**whole.scalars, "dataparallel": own}
@@ -205,6 +215,15 @@ class Server:
         for shard in self.shards:
             shard.restore(own["shard"], state)
         self._arrived = [(loss, count, staleness) for loss, count, staleness in own["arrived"]]
+        self.wire_tally.load_state_dict(own.get("wire", ()))  # absent in a checkpoint of an older version
+
+    @property
+    def lacks_versions(self) -> bool:
+        """Whether somebody computes on weights that a correction will look at and that were not saved.
+
+        So it is where the run was resumed with a correction that it had not before.
+        """
+        return any(shard.lacks(version) for shard in self.shards for version in self.sequencer.in_flight.readers)
 
     def resync(self) -> None:
         """Begin a new epoch: what was in flight is lost, and goes out again."""
@@ -228,9 +247,11 @@ class Server:
             "pushes_rejected": sequencer.rejected.total(),
             "pushes_rejected_by_reason": dict(sequencer.rejected),
             "tokens_committed": sequencer.ledger.tokens_committed,
+            "tokens_dropped": sequencer.ledger.num_dropped * sequencer.ledger.microbatch_tokens,
+            "ledger_lag": sequencer.ledger.lag,
             "ledger_balanced": sequencer.ledger.balance().holds,
             "restarts": sequencer.num_restarts,
-        }
+        } | self.wire_tally.figures()
 
 
 def _texts(items: Iterable[tuple[int, int]]) -> dict[str, int]:

@@ -40,6 +40,10 @@ class Shard:
         """Whether a version must be held while somebody computes on it."""
         return bool(self.updater.corrections)
 
+    def lacks(self, version: int) -> bool:
+        """Whether a gradient computed on a version cannot be corrected."""
+        return self.reads_weights and version not in self._held
+
     def hold(self, version: int) -> None:
         """Keep the newest version: a worker reads it now."""
         if self.reads_weights and version not in self._held:

@@ -8,6 +8,7 @@ from slipstream.config import Config
 from slipstream.dataparallel.engine import Engine
 from slipstream.dataparallel.messages import Order, Push
 from slipstream.dataparallel.shard import StepRecord
+from slipstream.dataparallel.wire import Sent, build_wire
 from slipstream.dataparallel.worker import Replica, Work, Worker
 from slipstream.executor import BatchSource, Snapshot, StateReader, StepReport
 from slipstream.staleness.gradient import Gradient
@@ -28,8 +29,10 @@ class SynchronousEngine(Engine):
     def __init__(self, config: Config, microbatches: BatchSource, *, device: torch.device) -> None:
         super().__init__(config, device=device)
         self._worker = Worker(config, Replica.of_server(self.server.parts[0]), microbatches, device=device)
+        self._wire = build_wire(config.dataparallel)
         self._clock_s = 0.0
         self._capacity = 0.0
+        self._tokens_before = 0  # committed before this clock began
         self._num_workers = config.dataparallel.num_workers
         self._incarnation = 1
         self._join()
@@ -42,15 +45,13 @@ class SynchronousEngine(Engine):
         """Let all workers compute their shares, and make an update of the sum."""
         orders = [self._order(worker) for worker in range(self._num_workers)]
         step_tokens = self.config.batch_tokens
-        works = [
-            self._worker.compute(order.lease, version=order.version, worker=order.worker, mean_over=step_tokens)
-            for order in orders
-        ]
+        works, sent = zip(*(self._compute(order, mean_over=step_tokens) for order in orders))
         cycles_s = [
             self.emulation.cycle_s(order.worker, order.version + 1, order.lease.num_microbatches) for order in orders
         ]
-        for order, work, cycle_s in zip(orders, works, cycles_s):
+        for order, work, cycle_s, each in zip(orders, works, cycles_s, sent):
             self.server.sequencer.push(self._push(order, work, cycle_s))
+            self.server.wire_tally.add(each.num_bytes, each.relative_error)
         gradient = sum_gradients([work.gradient for work in works])
         updater = self.server.parts[0].updater
         update = updater.step(gradient, self._worker.norm(gradient))
@@ -60,6 +61,11 @@ class SynchronousEngine(Engine):
             update=update, losses=(sum(work.loss for work in works),), num_tokens=(step_tokens,), stalenesses=(0,)
         )
         return self.report(record, step_s=max(cycles_s), stop=stop_requested)
+
+    def _compute(self, order: Order, *, mean_over: int) -> tuple[Work, Sent]:
+        work = self._worker.compute(order.lease, version=order.version, worker=order.worker, mean_over=mean_over)
+        tensors, sent = self._wire.carry(work.gradient.tensors, key=order.lease.ranges[0][0])
+        return dataclasses.replace(work, gradient=dataclasses.replace(work.gradient, tensors=tensors)), sent
 
     def _order(self, worker: int) -> Order:
         order = self.server.sequencer.pull(worker, self._incarnation, now_s=self._clock_s).order
@@ -80,7 +86,8 @@ class SynchronousEngine(Engine):
 
     def throughput_share(self) -> float:
         """Return tokens per second over the sum of the workers' own speeds."""
-        return self.server.sequencer.ledger.tokens_committed / self._capacity if self._capacity else 0.0
+        done = self.server.sequencer.ledger.tokens_committed - self._tokens_before
+        return done / self._capacity if self._capacity else 0.0
 
     def close(self) -> None:
         """Do nothing: workers are rows of a table here."""
@@ -88,9 +95,8 @@ class SynchronousEngine(Engine):
     def snapshot(self) -> Snapshot:
         """Return a copy of the state."""
         snapshot = self.server.snapshot()
-        return dataclasses.replace(
-            snapshot, scalars={**snapshot.scalars, "engine": {"kind": "sync", "clock": [self._clock_s, self._capacity]}}
-        )
+        engine = {"kind": "sync", "clock": [self._clock_s, self._capacity], "tokens_before": self._tokens_before}
+        return dataclasses.replace(snapshot, scalars={**snapshot.scalars, "engine": engine})
 
     def restore(self, state: StateReader) -> None:
         """Continue from a saved state; nothing is in flight between steps."""
@@ -99,8 +105,10 @@ class SynchronousEngine(Engine):
         self._incarnation = 1 + max((m.incarnation for m in self.server.sequencer.members.values()), default=0)
         self._join()
         saved = state.scalars.get("engine", {})
-        if saved.get("kind") == "sync":
-            self._clock_s, self._capacity = saved["clock"]
+        is_own = saved.get("kind") == "sync"
+        self._clock_s, self._capacity = saved["clock"] if is_own else (0.0, 0.0)
+        committed = self.server.sequencer.ledger.tokens_committed
+        self._tokens_before = int(saved.get("tokens_before", 0)) if is_own else committed
 
 
 def sum_gradients(gradients: list[Gradient]) -> Gradient:

@@ -1,7 +1,7 @@
 """A worker's compute: published weights and a lease make a gradient."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,20 @@ class Worker:
     def norm(self, gradient: Gradient) -> Tensor:
         """Return the exact global norm of a gradient."""
         return global_norm(gradient.norms(self._replica.names, device=self._device))
+
+    def prepare(self, worker: int) -> None:
+        """Get ready for a worker's first lease: there is nothing to do."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what passes from one lease to the next, by path: nothing."""
+        return {}
+
+    def state_dict(self) -> list[Any]:
+        """Return the numbers that belong to :meth:`tensors`."""
+        return []
+
+    def restore(self, numbers: Sequence[Any], state: StateReader) -> None:
+        """Take back what :meth:`state_dict` and :meth:`tensors` gave."""
 
 
 def work_state(work: Work) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from slipstream.config import Config, config_hash
 from slipstream.data import open_data
 from slipstream.dataparallel.emulation import Emulation
 from slipstream.dataparallel.ledger import Lease
+from slipstream.dataparallel.local_steps import build_worker
 from slipstream.dataparallel.messages import Order, Push
-from slipstream.dataparallel.shared import GradientSlots, WeightBoard
+from slipstream.dataparallel.shared import WeightBoard
+from slipstream.dataparallel.wire import PushSlots, Sent
 from slipstream.dataparallel.worker import Replica, Work, Worker
 from slipstream.executor import BatchSource
 from slipstream.microbatches import microbatch_loader
@@ -42,7 +44,7 @@ class Workplace:
     worker: int
     pipe: Connection
     weights: WeightBoard
-    gradient: GradientSlots
+    gradient: PushSlots
     device: torch.device
 
 
@@ -143,7 +145,9 @@ def work(place: Workplace, *, microbatches: BatchSource | None = None) -> None:
     layout = place.weights.layout
     flat = layout.empty(device=place.device)
     replica = Replica.over(config, layout.views(flat), device=place.device)
-    desk = _Desk(place, Worker(config, replica, microbatches, device=place.device), flat)
+    worker = build_worker(config, replica, microbatches, device=place.device)
+    worker.prepare(place.worker)
+    desk = _Desk(place, worker, flat)
     # The first forward and backward of a process take long, and no worker shall be judged by them.
     pace_s = max(desk.time_per_microbatch(1), desk.nominal_s)
     place.pipe.send(Hello(identity=config_hash(config), pace_s=pace_s))
@@ -200,19 +204,20 @@ class _Desk:
         if rest_s > 0:
             time.sleep(rest_s)
         computed = time.perf_counter()
-        idle = place.gradient.write(self._sequence, work.gradient.tensors)
+        sent = place.gradient.write(self._sequence, work.gradient.tensors, key=lease.ranges[0][0])
         written = time.perf_counter()
         push = _push(
             order,
             work,
+            sent,
             sequence=self._sequence,
             compute_s=computed - fetched,
             communication_s=(fetched - began) + (written - computed),
         )
-        return Result(push=push, grad_norm=float(work.grad_norm), loss=work.loss, idle=idle)
+        return Result(push=push, grad_norm=float(work.grad_norm), loss=work.loss, idle=sent.idle)
 
 
-def _push(order: Order, work: Work, *, sequence: int, compute_s: float, communication_s: float) -> Push:
+def _push(order: Order, work: Work, sent: Sent, *, sequence: int, compute_s: float, communication_s: float) -> Push:
     return Push(
         worker=order.worker,
         incarnation=order.incarnation,
@@ -224,6 +229,8 @@ def _push(order: Order, work: Work, *, sequence: int, compute_s: float, communic
         is_finite=work.is_finite,
         compute_s=compute_s,
         communication_s=communication_s,
+        wire_bytes=sent.num_bytes,
+        wire_error=sent.relative_error,
     )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, NonFiniteError
 from slipstream.train.trained import TrainedModel
 
 BATCH_TOKENS = 8192
@@ -122,6 +122,12 @@ class Scorer:
                     predicted_TV = logs_TV[longest - window.num_predicted :]
                     totals[window.request] += float(predicted_TV.gather(1, targets_T.unsqueeze(1)).sum())
                     greedy[window.request] &= bool((predicted_TV.argmax(-1) == targets_T).all())
+        # NaN would order all choices alike, and the first would be taken for the model's answer.
+        if not all(map(math.isfinite, totals)):
+            raise NonFiniteError(
+                "the model gives log-likelihoods that are not finite numbers, so nothing can be scored with it. "
+                "Evaluate an earlier checkpoint of the run, from before it diverged."
+            )
         return [Score(*score) for score in zip(totals, greedy)]
 
     @torch.no_grad()

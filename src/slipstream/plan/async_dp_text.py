@@ -17,7 +17,7 @@ def async_dp_text(found: Mapping[str, Any]) -> str:
     """
     lines = [
         f"{found['num_workers']} workers, {found['pushes_per_step']:.4g} pushes a step, a cycle of "
-        f"{found['cycle_s']:.3g} s; {found['simulated_s']:.0f} s simulated, seed {found['seed']}",
+        f"{found['cycle_s']:.3g} s; {_plain(found['simulated_s'])} s simulated, seed {found['seed']}",
         "",
         "throughput, of the sum of the workers' own speeds",
         f"  asynchronous  {found['throughput_share']:7.1%}  {_bar(found['throughput_share'])}",
@@ -74,8 +74,13 @@ def _server(found: Mapping[str, Any]) -> list[str]:
     lines = [f"server: {shards}, {found['pushes_per_s']:.4g} pushes a second"]
     lines += [f"  {name:<8}  {share:6.1%} busy  {_bar(share)}".rstrip() for name, share in rows.items()]
     verdict = "there are enough" if found["num_shards"] >= found["shards_needed"] else "give more with --num-shards"
-    lines.append(f"  below {MOST_BUSY:.0%} at full speed takes {found['shards_needed']}; {verdict}")
+    lines.append(f"  below {MOST_BUSY:.0%} at full speed takes {_plain(found['shards_needed'])}; {verdict}")
     return lines
+
+
+def _plain(number: float) -> str:
+    """Return a number in full, unless that would be many digits."""
+    return f"{number:.0f}" if number < 1e6 else f"{number:.3g}"
 
 
 def _bar(share: float) -> str:

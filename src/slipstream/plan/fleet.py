@@ -78,7 +78,9 @@ class FleetConfig:
         for name in ("num_workers", "pushes_per_step", "num_cycles", "max_staleness"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give 0 or more.")
-        for name in ("microbatch_ms", "num_parameters", "wire_bytes"):
+        if not 1e-6 <= self.microbatch_ms <= 1e9:
+            raise ConfigError(f"microbatch_ms is {self.microbatch_ms:g}; give milliseconds from 1e-6 to 1e9.")
+        for name in ("num_parameters", "wire_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name):g}; give a finite number of more than 0.")
         for name in ("link_gbps", "server_ms", "failures_per_hour", "restart_s"):

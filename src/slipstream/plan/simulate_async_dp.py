@@ -254,8 +254,9 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
         over what the workers that are there would do alone, without messages), ``speedup_vs_sync`` (throughput over
         that of the same workers with equal shares, a ring all-reduce at each step, and all waiting for the slowest),
         ``sync_throughput_share``, ``staleness_mean``, ``staleness_max``, ``staleness_histogram``,
-        ``staleness_mean_expected`` ((workers - 1) / ``pushes_per_step``), ``pushes_per_step`` (as counted: one push
-        makes one step at most, however large it is), ``pushes_per_s``, ``cycle_s`` (a worker's, the mean),
+        ``staleness_mean_expected`` ((workers - 1) / ``pushes_per_step``), ``pushes_per_step`` (as counted: a push
+        is of one step at most, so where speeds differ much it may be more than the setting), ``pushes_per_s``,
+        ``cycle_s`` (a worker's, the mean),
         ``server_in_utilisation`` and ``server_out_utilisation`` (a shard's link), ``server_apply_utilisation``,
         ``shards_needed`` (the fewest that keep all three below 80 % while nobody waits for them). Over the whole run:
         ``failures``, ``pushes_accepted``, ``pushes_rejected``, ``ledger_balanced``.
@@ -264,7 +265,7 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
         ConfigError: A setting is out of range, or nothing gets done.
 
     Cost:
-        0.2 ms a cycle; 4,096 workers by default take about 15 s.
+        0.2 ms a cycle; 4,096 workers by default take about 10 s.
     """
     fleet = Fleet(config)
     num_cycles = config.num_cycles or max(LEAST_CYCLES, math.ceil(PUSHES_MEASURED / fleet.num_workers))

@@ -88,6 +88,8 @@ def compare_grid(
     Raises:
         ConfigError: The grid is wrong, or a cell of it; names it.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"the run directory {folder} is a file. Choose another --run-dir.")
     cells = cells_of(grid)
     same_as = repeats(cells)
     for arm, other in same_as.items():

@@ -1,5 +1,7 @@
 """Settings of the gradient compensator and of the async-aware rate that make no sense where they are given."""
 
+import math
+
 from slipstream.config import AgcConfig, Config
 from slipstream.errors import ConfigError
 from slipstream.staleness.aalr import AsyncAwareLr
@@ -26,17 +28,24 @@ def check_agc(config: Config, *, delay: int | None) -> list[str]:
     if agc.curvature == "secant_diag":
         raise ConfigError(
             "staleness.agc.curvature is 'secant_diag', which needs two gradients of one batch at different weights; "
-            f"the executor '{config.executor}' makes none. Use 'secant_group', 'fisher' or 'fisher_root'."
+            "no executor makes such probes yet. Use 'secant_group', 'fisher' or 'fisher_root'."
         )
     found = []
-    begins = max(agc.min_pairs, config.optim.lr_warmup_steps)
-    if delay != 0 and begins >= config.train.num_steps:
+    num_steps, a_step = config.train.num_steps, _most_pairs_a_step(config, delay=delay)
+    if delay != 0 and (agc.min_pairs >= num_steps * a_step or config.optim.lr_warmup_steps >= num_steps):
         found.append(
-            f"staleness.correction '{staleness.correction}' has no effect in {config.train.num_steps} steps: it begins "
-            f"after {agc.min_pairs} pairs of gradients (staleness.agc.min_pairs), about one a step, and the warm-up of "
-            f"{config.optim.lr_warmup_steps}."
+            f"staleness.correction '{staleness.correction}' has no effect in {num_steps} steps: it begins after "
+            f"{agc.min_pairs} pairs of gradients (staleness.agc.min_pairs), {a_step} a step at most, and the warm-up "
+            f"of {config.optim.lr_warmup_steps}."
         )
     return found
+
+
+def _most_pairs_a_step(config: Config, *, delay: int | None) -> int:
+    """Return how many pairs of gradients a step can bring: one with each gradient."""
+    if delay is not None:
+        return 1
+    return math.ceil(concurrency(config, delay=None)[1])
 
 
 def check_aalr(config: Config, *, delay: int | None) -> list[str]:
@@ -65,7 +74,23 @@ def check_aalr(config: Config, *, delay: int | None) -> list[str]:
     return []
 
 
-def concurrency(config: Config, *, delay: int | None) -> tuple[int, int]:
+def check_bound(config: Config) -> list[str]:
+    """Return a sentence where the bound on staleness makes workers wait for one another most of the time."""
+    bound = config.dataparallel.max_staleness
+    if config.executor != "dataparallel" or not bound:
+        return []
+    num_workers, pushes = concurrency(config, delay=None)
+    usual = 2 * (num_workers - 1) / pushes
+    if bound >= usual:
+        return []
+    return [
+        f"dataparallel.max_staleness {bound} is small for {num_workers} workers at {pushes:g} gradients a step, whose "
+        f"mean staleness is {usual / 2:.3g} without a bound: they will wait for one another much of the time. From "
+        f"about {math.ceil(usual)} they hardly do; mode 'sync' is the bound of none."
+    ]
+
+
+def concurrency(config: Config, *, delay: int | None) -> tuple[int, float]:
     """Return how many gradients are in flight at once, and how many of them make an update.
 
     Args:
@@ -78,4 +103,7 @@ def concurrency(config: Config, *, delay: int | None) -> tuple[int, int]:
     if settings.mode == "sync":
         return 1, 1
     num_workers = max(settings.num_workers, 1)
-    return num_workers, settings.pushes_per_step or num_workers
+    pushes = settings.pushes_per_step or num_workers
+    if settings.max_microbatches:
+        return num_workers, max(pushes, config.pipeline.num_microbatches / settings.max_microbatches)
+    return num_workers, pushes

@@ -2,7 +2,7 @@
 
 from slipstream.config import Config, StalenessConfig, coefficient_text
 from slipstream.errors import ConfigError
-from slipstream.staleness.async_checks import check_aalr, check_agc
+from slipstream.staleness.async_checks import check_aalr, check_agc, check_bound
 
 WITH_STRENGTH = ("dc_asgd", "dc_asgd_adaptive", "gradient_feedback")
 """Corrections that `correction_strength` is a factor of."""
@@ -28,7 +28,7 @@ def check_staleness(config: Config, *, delay: int | None) -> list[str]:
     check_pairs(config)
     idle_at_delay = [] if delay is None else _idle_at(config.staleness, delay)
     found = [*_idle(config.staleness), *idle_at_delay]
-    return [*found, *check_agc(config, delay=delay), *check_aalr(config, delay=delay)]
+    return [*found, *check_agc(config, delay=delay), *check_aalr(config, delay=delay), *check_bound(config)]
 
 
 def _check_ranges(staleness: StalenessConfig) -> None:

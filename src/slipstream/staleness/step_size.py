@@ -1,5 +1,6 @@
 """The step-size seam: how big a step at this staleness?"""
 
+import statistics
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -29,10 +30,19 @@ class StepSize(Protocol):
 
 
 class _Stateless:
-    """A discount that remembers nothing."""
+    """A discount that remembers nothing from one update to the next."""
+
+    def __init__(self) -> None:
+        self._others: list[float] = []
 
     def observe(self, staleness: float) -> None:
-        """Take no note."""
+        """Take note of a gradient that shares the update to come."""
+        self._others.append(staleness)
+
+    def _all(self, last: float) -> list[float]:
+        """Return the staleness of every gradient of the update, and forget them."""
+        stalenesses, self._others = [*self._others, last], []
+        return stalenesses
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""
@@ -47,6 +57,7 @@ class FullStep(_Stateless):
 
     def factor(self, *, update: int, staleness: int) -> float:
         """Return 1."""
+        self._others.clear()
         return 1.0
 
 
@@ -58,8 +69,8 @@ class InverseStaleness(_Stateless):
     """
 
     def factor(self, *, update: int, staleness: int) -> float:
-        """Return 1 / max(staleness, 1)."""
-        return 1.0 / max(staleness, 1)
+        """Return 1 / max(staleness, 1); of several gradients the mean of each one's, in whatever order they came."""
+        return statistics.fmean(1.0 / max(each, 1) for each in self._all(staleness))
 
 
 class PipeMareDiscount(_Stateless):
@@ -78,12 +89,13 @@ class PipeMareDiscount(_Stateless):
     """
 
     def __init__(self, num_steps: int) -> None:
+        super().__init__()
         self.num_steps = num_steps
 
     def factor(self, *, update: int, staleness: int) -> float:
-        """Return the factor."""
+        """Return the factor; of several gradients the mean of each one's, in whatever order they came."""
         lifted = min(update / self.num_steps, 1.0) if self.num_steps > 0 else 1.0
-        return float(max(staleness, 1) ** -(1.0 - lifted))
+        return statistics.fmean(max(each, 1) ** -(1.0 - lifted) for each in self._all(staleness))
 
 
 def build_step_size(config: StalenessConfig, *, num_in_flight: int | None = None) -> StepSize:

@@ -56,7 +56,8 @@ def largest_delay(config: Config) -> int | None:
         ConfigError: As :func:`delay_line`.
     """
     if config.executor == "dataparallel":
-        return 0 if config.dataparallel.mode == "sync" else None
+        is_sync = config.dataparallel.mode == "sync" or config.dataparallel.num_workers == 1
+        return 0 if is_sync else None
     if config.executor == "pipeline":
         return config.staleness.delay or 0
     line = delay_line(config)

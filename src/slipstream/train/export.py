@@ -140,7 +140,7 @@ def _readme(model: TrainedModel, weights: Point) -> str:
         "architecture": family_of(model.cfg).architecture,
         "parameters": num_parameters(model.cfg),
         "steps": checkpoint.step,
-        "tokens seen": checkpoint.step * config.batch_tokens,
+        "tokens seen": checkpoint.step * config.batch_tokens * config.local_steps,
         "context": f"{model.context_length} tokens",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size} tokens",
         "weights": which,

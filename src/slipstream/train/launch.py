@@ -30,6 +30,8 @@ from slipstream.staleness.checks import check_staleness
 from slipstream.staleness.groups import check_cuts
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.delays import largest_delay
+from slipstream.train.handover import handover_note
+from slipstream.train.idle import idle_settings
 from slipstream.train.initial import adopted_model, check_vocabulary, initial_checkpoint, open_origin
 from slipstream.train.progress import Reporter
 from slipstream.train.rank import choose_device, run_data_parallel, run_single, training_loader, validation_batches
@@ -137,7 +139,7 @@ def prepare_run(
         _check_pipeline(config)
     if config.executor == "dataparallel":
         check_dataparallel(config)
-    for warning in check_staleness(config, delay=largest_delay(config)):
+    for warning in [*idle_settings(config), *check_staleness(config, delay=largest_delay(config))]:
         reporter.note(f"warning: {warning}")
     loader = training_loader(config, dataset)
     validation_batches(config, dataset)
@@ -149,9 +151,9 @@ def prepare_run(
     if origin is not None:
         checkpoint = initial_checkpoint(config, origin, dataset)
         reporter.note(f"beginning with {described}; sha256 {checkpoint.manifest['weights_sha256'][:12]}")
-    epochs = loader.epochs_for(config.train.num_steps)
+    epochs = loader.epochs_for(config.train.num_steps * config.local_steps)
     reporter.note(
-        f"{config.train.num_steps} steps of {config.batch_tokens} tokens, {epochs:.2f} epochs of "
+        f"{config.train.num_steps} steps of {config.batch_tokens * config.local_steps} tokens, {epochs:.2f} epochs of "
         f"{len(dataset.train)} training tokens"
     )
     return Plan(config=config, dataset=dataset, checkpoint=checkpoint)
@@ -227,4 +229,6 @@ def _checkpoint_to_resume(
         f"resuming at step {checkpoint.step} from {checkpoint.folder}, weights "
         f"{checkpoint.manifest['weights_sha256'][:12]}"
     )
+    if left := handover_note(config, scalars=checkpoint.scalars, step=checkpoint.step):
+        reporter.note(left)
     return checkpoint

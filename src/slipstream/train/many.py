@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.errors import NonFiniteError, SlipstreamError
+from slipstream.errors import ConfigError, NonFiniteError, SlipstreamError
 from slipstream.optim.rules import find_rule
 from slipstream.train.launch import launch
 from slipstream.train.many_checks import PlannedRun, check_runs
@@ -61,6 +61,8 @@ def train_all(
     Raises:
         SlipstreamError: A run is wrong; names it, and none was started.
     """
+    if num_workers is not None and num_workers < 1:
+        raise ConfigError(f"{num_workers} runs at a time (--num-workers) get nowhere; give 1 or more, or leave it out.")
     planned = [PlannedRun(name=name, config=config) for name, config in configs.items()]
     runs = check_runs(planned, overwrite=overwrite, warn=lambda sentence: observer.note(f"warning: {sentence}"))
     return run_many(

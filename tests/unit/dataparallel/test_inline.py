@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from slipstream.config import from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.dataparallel.faults import Fault
 from slipstream.dataparallel.inline import InlineEngine
+from slipstream.dataparallel.worker import Worker
 from slipstream.errors import StageError
 
 CPU = torch.device("cpu")
@@ -207,6 +210,38 @@ def test_gradients_that_are_not_finite_are_dropped_and_their_worker_too():
     assert all(row[1] == row[1] for row in rows)
     assert figures["ledger_balanced"]
     assert executor.server.sequencer.ledger.lag < 8 * 4
+
+
+def test_a_slow_model_has_time_for_its_first_microbatch():
+    """An hour each: known beforehand, or the worker would be given up again and again, for ever."""
+    executor = engine(dataparallel={"num_workers": 1, "emulate_speeds": (1.0,), "emulate_microbatch_ms": 3.6e6})
+    assert executor.server.sequencer.policy.deadline_s(0, 1) == pytest.approx(6 * 3600)
+    executor._answer()
+    executor._next()
+    assert executor.server.sequencer.num_accepted == 1
+    assert executor.figures()["restarts"] == 0
+
+
+def test_a_bad_microbatch_is_dropped_and_the_run_goes_on(monkeypatch):
+    compute = Worker.compute
+
+    def poisoned(self, lease, **options):
+        work = compute(self, lease, **options)
+        bad = 20 in lease.microbatches()
+        return dataclasses.replace(work, grad_norm=torch.full_like(work.grad_norm, float("nan"))) if bad else work
+
+    monkeypatch.setattr(Worker, "compute", poisoned)
+    executor = engine()
+    trajectory(executor, 12)
+    figures = executor.figures()
+    assert (executor.server.sequencer.num_live, figures["pushes_rejected_by_reason"]) == (4, {"non_finite": 2})
+    assert 8 <= figures["tokens_dropped"] <= 8 * 8
+    assert figures["ledger_balanced"]
+    assert figures["ledger_lag"] < 8 * 4
+    resumed = engine()
+    resumed.restore(Memory(executor.snapshot(), executor.step))
+    assert resumed.figures()["tokens_dropped"] == figures["tokens_dropped"]
+    assert resumed.figures()["ledger_balanced"]
 
 
 def test_two_bad_gradients_are_forgiven():

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.dataparallel.ledger import Ledger, RangeSet
+from slipstream.dataparallel.ledger import Ledger
+from slipstream.dataparallel.ranges import RangeSet
 
 
 def units(ranges):
@@ -38,7 +39,9 @@ def test_range_set_refuses_what_it_holds(range_):
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["issue", "commit", "release", "expire", "give_back"]), st.integers(0, 4), st.integers(1, 7)
+        st.sampled_from(["issue", "commit", "release", "expire", "give_back", "fail"]),
+        st.integers(0, 4),
+        st.integers(1, 7),
     ),
     max_size=60,
 )
@@ -47,6 +50,7 @@ actions = st.lists(
 @given(actions)
 def test_whatever_happens_every_microbatch_is_in_one_account(steps):
     ledger, leases, committed, waiting = Ledger(microbatch_tokens=16), [], [], set()
+    failed, dropped = {}, set()  # microbatches that failed once, by whom; and twice
     for now, (action, worker, number) in enumerate(steps):
         if action == "issue":
             before = ledger.frontier
@@ -54,8 +58,10 @@ def test_whatever_happens_every_microbatch_is_in_one_account(steps):
             got = list(lease.microbatches())
             assert len(got) == number == lease.num_microbatches
             old = [each for each in got if each < before]
-            assert old == sorted(waiting)[: len(old)], "the oldest go out first"
-            assert len(old) == number or len(old) == len(waiting), "nothing new while something waits"
+            may = sorted(each for each in waiting if failed.get(each) != worker)
+            may.sort(key=lambda each: each not in failed)
+            assert old == sorted(may[: len(old)]), "the oldest go out first, what failed before the rest"
+            assert len(old) == number or len(old) == len(may), "nothing new while something waits"
             waiting -= set(old)
             leases.append(lease)
         elif action == "commit" and leases:
@@ -66,6 +72,18 @@ def test_whatever_happens_every_microbatch_is_in_one_account(steps):
             lease = leases[number % len(leases)]
             if ledger.give_back(lease.id):
                 waiting |= set(lease.microbatches())
+        elif action == "fail" and leases:
+            lease = leases[number % len(leases)]
+            again = {each for each in lease.microbatches() if each in failed} - dropped
+            if ledger.open_lease(lease.id) is None:
+                assert ledger.fail(lease.id) == {}
+            else:
+                blamed = {failed[each] for each in again}
+                assert set(ledger.fail(lease.id).values()) == blamed
+                dropped |= again
+                for each in set(lease.microbatches()) - again:
+                    failed[each] = lease.worker
+                    waiting.add(each)
         elif action == "release":
             for lease in ledger.release(worker):
                 assert lease.worker == worker
@@ -79,7 +97,8 @@ def test_whatever_happens_every_microbatch_is_in_one_account(steps):
         assert balance.holds, balance
         assert len(committed) == len(set(committed)) == balance.committed / 16
         assert balance.returned == 16 * len(waiting)
-        missing = [unit for unit in range(ledger.frontier) if unit not in set(committed)]
+        assert balance.dropped == 16 * len(dropped)
+        missing = [unit for unit in range(ledger.frontier) if unit not in dropped.union(committed)]
         assert ledger.lag == (ledger.frontier - missing[0] if missing else 0)
     copy = Ledger(microbatch_tokens=16)
     copy.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
@@ -114,3 +133,27 @@ def test_memory_follows_the_open_leases_not_the_run():
     ledger.commit(slow.id, num_tokens=1)
     assert ledger.state_dict()["committed"] == [(0, 3001)]
     assert ledger.lag == 0
+
+
+def test_what_failed_goes_to_another_worker_and_is_dropped_if_that_one_fails_too():
+    ledger = Ledger(microbatch_tokens=4)
+    first = ledger.issue(0, 1, 2, deadline_s=1.0)
+    assert ledger.fail(first.id) == {}
+    assert ledger.issue(0, 1, 1, deadline_s=1.0).ranges == ((2, 3),), "not again to the same"
+    second = ledger.issue(1, 1, 3, deadline_s=1.0)
+    assert second.ranges == ((0, 2), (3, 4))
+    assert ledger.balance().returned == 0
+    assert ledger.fail(second.id) == {first.id: 0}
+    assert (ledger.dropped, ledger.num_dropped, ledger.balance().returned) == (((0, 2),), 2, 4)
+    assert ledger.issue(0, 1, 1, deadline_s=1.0).ranges == ((3, 4),), "that failed but once"
+    assert ledger.balance().holds
+
+
+def test_who_is_alone_gets_what_it_failed_on_again():
+    ledger = Ledger(microbatch_tokens=4)
+    ledger.fail(ledger.issue(0, 1, 1, deadline_s=1.0).id)
+    lease = ledger.issue(0, 1, 1, deadline_s=1.0, is_alone=True)
+    assert lease.ranges == ((0, 1),)
+    ledger.commit(lease.id, num_tokens=4)
+    assert ledger.state_dict()["suspects"] == []
+    assert ledger.balance().holds

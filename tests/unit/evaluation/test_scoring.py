@@ -1,5 +1,6 @@
 """Log-likelihoods against a plain sum, one token at a time; figures of tasks and perplexity."""
 
+import dataclasses
 import json
 import math
 
@@ -8,7 +9,7 @@ import torch
 
 from slipstream.config import ModelConfig
 from slipstream.data.tokenizer import ByteTokenizer
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, NonFiniteError
 from slipstream.evaluation import scoring
 from slipstream.evaluation.questions import Question
 from slipstream.evaluation.scoring import Score, Scorer
@@ -145,3 +146,10 @@ def test_wrong_settings(model, tmp_path):
     (tmp_path / "t.txt").write_text(" \n")
     with pytest.raises(DataError, match="holds no text"):
         run_task(scorer, "perplexity", tmp_path / "t.txt")
+
+
+def test_a_model_that_diverged_is_not_scored(model):
+    """The first choice, BLiMP's right one, would win against all that are NaN."""
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.weights.items()}
+    with pytest.raises(NonFiniteError, match=r"not finite numbers.* earlier checkpoint"):
+        Scorer(dataclasses.replace(model, weights=broken)).log_likelihoods([("a", " b")])

@@ -49,6 +49,46 @@ def test_a_threshold_is_judged_by_the_number_of_workers():
     assert "multiplied by 0.5" in warnings(0, 0.4)[0]
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "dataparallel", "is_idle"),
+    [
+        (60, {"num_workers": 4}, False),  # 240 pairs
+        (60, {"num_workers": 4, "pushes_per_step": 1}, True),
+        (50, {"num_workers": 4}, True),  # 200, of which the last comes too late
+        (100, {"num_workers": 2, "max_microbatches": 1}, False),  # four pushes make a step then
+    ],
+)
+def test_workers_bring_a_pair_with_each_push(num_steps, dataparallel, is_idle):
+    tables = {"executor": "dataparallel", "dataparallel": dataparallel, "staleness": {"correction": "agc"}}
+    found = check_staleness(from_dict(tables | {"train": {"num_steps": num_steps}}), delay=None)
+    assert [f"has no effect in {num_steps} steps" in sentence for sentence in found] == [True] * is_idle
+
+
+@pytest.mark.parametrize("executor", ["single", "pipeline", "dataparallel"])
+def test_no_executor_makes_probes(executor):
+    tables = {"executor": executor, "staleness": {"correction": "agc", "agc": {"curvature": "secant_diag"}}}
+    with pytest.raises(ConfigError, match="no executor makes such probes yet"):
+        check_staleness(from_dict(tables), delay=1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ({"pushes_per_step": 1, "max_staleness": 5}, "4 workers at 1 gradients a step, whose mean staleness is 3"),
+        ({"pushes_per_step": 1, "max_staleness": 6}, None),
+        ({"max_staleness": 1}, "From about 2 they hardly do"),
+        ({"max_staleness": 2}, None),
+        ({"pushes_per_step": 1, "max_staleness": 3, "max_microbatches": 4}, None),  # two gradients a step, then
+        ({"pushes_per_step": 1}, None),
+    ],
+)
+def test_a_bound_that_makes_workers_wait_is_named(workers, said):
+    tables = {"executor": "dataparallel", "dataparallel": {"num_workers": 4, **workers}}
+    found = check_staleness(from_dict(tables | {"pipeline": {"num_microbatches": 8}}), delay=None)
+    assert (said is None) == (found == [])
+    assert said is None or said in found[0]
+
+
 @pytest.mark.parametrize("correction", ["agc", "agc_damping"])
 @pytest.mark.parametrize("curvature", ["secant_group", "fisher", "fisher_root"])
 def test_what_has_an_effect_is_not(correction, curvature):

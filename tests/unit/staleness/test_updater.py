@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -9,13 +10,14 @@ from slipstream.staleness.corrections import DcAsgd
 from slipstream.staleness.delay import DelayLine
 from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
 from slipstream.staleness.publish import build_publish_method
+from slipstream.staleness.step_size import InverseStaleness, PipeMareDiscount
 from slipstream.staleness.updater import Updater
 from slipstream.staleness.versions import VersionedWeights
 
 NAMES = ("a", "b")
 
 
-def make_updater(*, delay: int = 1, error_feedback: float = 0.0, max_grad_norm: float = 0.0, corrections=()) -> Updater:
+def make_updater(*, delay: int = 1, error_feedback: float = 0.0, max_grad_norm: float = 0.0, **seams) -> Updater:
     masters = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.full((2, 2), 2.0))}
     optimizer = torch.optim.SGD(masters.values(), lr=0.5, momentum=0.9)
     for group in optimizer.param_groups:
@@ -27,7 +29,7 @@ def make_updater(*, delay: int = 1, error_feedback: float = 0.0, max_grad_norm: 
         publish=build_publish_method(error_feedback),
         lr_factor=lambda update: 1.0 / update,
         max_grad_norm=max_grad_norm,
-        corrections=corrections,
+        **seams,
     )
 
 
@@ -45,6 +47,19 @@ def test_staleness_with_a_delay_line():
     updater = make_updater(delay=2)
     seen = [apply(updater, gradient(0.1, read_version=line.read_version(batch))).staleness for batch in range(6)]
     assert seen == [0, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("step_size", [InverseStaleness(), PipeMareDiscount(100)])
+def test_a_discount_is_the_mean_of_all_gradients_whatever_their_order(step_size):
+    def factor(stalenesses):
+        updater = make_updater(delay=0, step_size=step_size)
+        return updater.apply(gradient(0.1, read_version=0), stalenesses=stalenesses, grad_norm=1.0).lr_factor
+
+    found = {factor(order) for order in itertools.permutations((5, 2, 3, 0))}
+    assert len(found) == 1
+    alone = [factor((staleness,)) for staleness in (5, 2, 3, 0)]
+    assert alone == [step_size.factor(update=1, staleness=staleness) for staleness in (5, 2, 3, 0)]
+    assert found.pop() == pytest.approx(sum(alone) / 4)
 
 
 def test_learning_rate_counts_updates_from_one():

@@ -10,6 +10,7 @@ from slipstream.cli import main
 from slipstream.config import from_dict, load_toml, resolve, to_toml
 from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.errors import ConfigError
+from slipstream.train.checkpoint import newest_complete
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
@@ -82,6 +83,70 @@ def test_resume_with_other_workers_and_with_another_executor(tmp_path):
     assert back["tokens_committed"] == pytest.approx(10 * 8 * 16, abs=6 * 8 * 16)
 
 
+def test_what_another_executor_makes_of_the_order_is_told(tmp_path):
+    """The numbers are those of the ledger that was saved."""
+
+    class Notes(SilentReporter):
+        def __init__(self):
+            self.all = []
+
+        def note(self, text):
+            self.all.append(text)
+
+    def notes(executor, num_steps):
+        reporter = Notes()
+        config = dataclasses.replace(settings(tmp_path, num_steps=num_steps), executor=executor)
+        launch(config, reporter=reporter, resume=True)
+        return [each for each in reporter.all if "microbatches" in each]
+
+    train(tmp_path, num_steps=5)
+    checkpoint, _ = newest_complete(tmp_path / "checkpoints")
+    committed = {
+        number
+        for start, stop in checkpoint.scalars["dataparallel"]["sequencer"]["ledger"]["committed"]
+        for number in range(start, stop)
+    }
+    lost, repeated = len(set(range(40)) - committed), len(committed - set(range(40)))
+    assert lost
+    assert notes("dataparallel", 5) == []
+    (note,) = notes("single", 7)
+    assert "'single' goes on at microbatch 40, " in note
+    assert f"{lost} microbatches before it are left out, {repeated} after it" in note
+    assert notes("dataparallel", 9) == []
+
+
+def test_throughput_is_that_of_the_clock_it_is_measured_by(tmp_path):
+    """Steps of another executor, or on another engine, took none of this clock's time."""
+    steady = {"emulate_jitter": 0.0}
+    alone = dataclasses.replace(settings(tmp_path / "single", num_steps=20, dataparallel=steady), executor="single")
+    launch(alone, reporter=SilentReporter())
+    assert 0.8 < train(tmp_path / "single", num_steps=40, resume=True, dataparallel=steady)["throughput_share"] <= 1.01
+    shares = []
+    for num_steps, mode in ((7, "async"), (14, "sync"), (24, "async")):
+        changes = {"dataparallel": steady | {"mode": mode}, "allow_change": ("dataparallel.mode",)}
+        summary = train(tmp_path / "modes", num_steps=num_steps, resume=num_steps > 7, **changes)
+        shares.append(summary["throughput_share"])
+    assert shares[1] == pytest.approx(4 * 0.25 / 3.25)
+    assert all(0.6 < share <= 1.01 for share in shares[::2])
+
+
+def test_throughput_is_judged_by_the_speeds_of_now(tmp_path):
+    slow, fast = ({"emulate_jitter": 0.0, "emulate_speeds": [speed] * 4} for speed in (1.0, 10.0))
+    train(tmp_path, num_steps=20, dataparallel=slow)
+    share = train(tmp_path, num_steps=60, resume=True, dataparallel=fast)["throughput_share"]
+    assert 0.4 < share <= 1.01
+
+
+@pytest.mark.parametrize("correction", ["dc_asgd", "gap_aware", "agc"])
+def test_a_correction_begins_at_a_resume(tmp_path, correction):
+    """The versions that gradients in flight had read were not kept: they go out again."""
+    train(tmp_path, num_steps=5)
+    names = ("staleness.correction", "staleness.correction_strength")
+    staleness = {"correction": correction, "correction_strength": 0.1}
+    summary = train(tmp_path, num_steps=12, resume=True, allow_change=names, staleness=staleness)
+    assert (summary["num_steps"], summary["ledger_balanced"]) == (12, True)
+
+
 def test_what_alters_the_trajectory_must_be_allowed_by_name(tmp_path):
     train(tmp_path, num_steps=2)
     with pytest.raises(ConfigError, match=r"dataparallel\.mode: 'async' -> 'sync'"):
@@ -109,6 +174,11 @@ def test_synchronous_workers_wait_for_the_slowest(tmp_path):
         ({"dataparallel": {"min_microbatches": 2, "max_microbatches": 1}}, r"max_microbatches is 1, less than"),
         ({"dataparallel": {"max_staleness": -1}}, r"max_staleness is -1; it must be 0 or more"),
         ({"dataparallel": {"mode": "sync"}, "pipeline": {"num_microbatches": 6}}, r"6 microbatches .* 4 workers"),
+        ({"dataparallel": {"mode": "sync", "max_microbatches": 1}}, r"max_microbatches is 1, .* at least 2, or take"),
+        (
+            {"dataparallel": {"emulate_microbatch_ms": 1e308}},
+            r"emulate_microbatch_ms is 1e\+308; allowed is 1e-6 to 1e9",
+        ),
         ({"dataparallel": {"mode": "sync", "max_staleness": 2}}, r"max_staleness is 2, but with mode 'sync'"),
         ({"staleness": {"delay": 1}}, r"staleness.delay is 1, but with the executor 'dataparallel'"),
         ({"staleness": {"sync_until_step": 3}}, r"sync_until_step is 3, but with the executor 'dataparallel'"),

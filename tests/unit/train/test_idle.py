@@ -1,0 +1,53 @@
+"""Settings that the executor does not look at are named, each once."""
+
+import pytest
+
+from slipstream.config import from_dict, resolve
+from slipstream.train.delays import largest_delay
+from slipstream.train.idle import idle_settings
+
+
+def resolved(executor, **tables):
+    return resolve(from_dict({"executor": executor, **tables}), vocab_size=257, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("executor", "tables", "said"),
+    [
+        (
+            "single",
+            {"dataparallel": {"pushes_per_step": 3, "max_staleness": 2}},
+            "dataparallel.pushes_per_step, dataparallel.max_staleness have no effect with the executor 'single'.",
+        ),
+        ("single", {"log": {"trace_steps": 3}}, "log.trace_steps has no effect with the executor 'single'."),
+        ("pipeline", {"dataparallel": {"num_workers": 3}}, "dataparallel.num_workers has no effect"),
+        (
+            "dataparallel",
+            {"pipeline": {"num_stages": 7, "pipeline_schedule": "gpipe"}, "log": {"trace_steps": 3}},
+            "pipeline.num_stages, pipeline.pipeline_schedule, log.trace_steps have no effect",
+        ),
+        ("dataparallel", {"dataparallel": {"num_workers": 1, "max_staleness": 3}}, "max_staleness 3 has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_named_once(executor, tables, said):
+    (sentence,) = idle_settings(resolved(executor, **tables))
+    assert said in sentence
+
+
+@pytest.mark.parametrize(
+    ("executor", "tables"),
+    [
+        ("single", {"pipeline": {"num_microbatches": 8}}),
+        ("pipeline", {"log": {"trace_steps": 3}, "pipeline": {"num_stages": 4}, "train": {"max_skipped_steps": 9}}),
+        ("dataparallel", {"dataparallel": {"num_workers": 2, "max_staleness": 3}}),
+        ("dataparallel", {"dataparallel": {"mode": "sync"}, "train": {"max_skipped_steps": 9}}),
+        ("dataparallel", {"train": {"max_skipped_steps": 9}}),
+    ],
+)
+def test_what_has_an_effect_is_not(executor, tables):
+    assert idle_settings(resolved(executor, **tables)) == []
+
+
+def test_one_worker_is_never_stale():
+    delays = {count: largest_delay(resolved("dataparallel", dataparallel={"num_workers": count})) for count in (1, 2)}
+    assert delays == {1: 0, 2: None}
