@@ -77,6 +77,7 @@ def emulated_builder(bench: BenchPipelineConfig) -> ProgramBuilder:
     def build(
         config: Config, batches: BatchSource, spec: ScheduleSpec, transport: Transport
     ) -> dict[int, StageProgram]:
+        """Build this rank's sleeping stages."""
         cuts = stages(config.model, spec.num_stages)
         forward_s, backward_s = sleeps_s(bench, num_virtual_stages=spec.num_virtual_stages)
         return {

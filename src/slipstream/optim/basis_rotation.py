@@ -2,17 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.optim.matrix_rule import MatrixRule, check_matrices, check_settings
+
 SIDES = ("both", "rows", "columns", "shorter")
 """Which sides of a matrix are rotated; ``shorter`` is the cheaper one, rows where both are as long."""
 
 
-class BasisRotation(torch.optim.Optimizer):
+class BasisRotation(MatrixRule):
     """Adam in a slowly turning orthogonal basis in which the curvature of a matrix is nearly diagonal.
 
     With g the gradient (m, n), U and V the bases of its rows and columns::
@@ -92,44 +94,19 @@ class BasisRotation(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own.
-
-        Args:
-            param_group: ``params`` and any of the constructor's settings.
-
-        Raises:
-            ValueError: As the constructor; the group is then not added.
-        """
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # not overloaded
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Evaluates the loss and sets the gradients first, if given.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: A gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_matrices("BasisRotation", group)
+        betas, basis_beta, frequency = group["betas"], group["basis_beta"], group["frequency"]
+        allowed = {
+            "lr": ("at least 0", 0 <= float(group["lr"]) < math.inf),
+            "betas": ("two numbers from 0 to below 1", len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+            "basis_beta": ("none, or from 0 to below 1", basis_beta is None or 0 <= basis_beta < 1),
+            "eps": ("above 0", 0 < group["eps"] < math.inf),
+            "weight_decay": ("at least 0", 0 <= group["weight_decay"] < math.inf),
+            "frequency": ("a whole number of at least 1", isinstance(frequency, int) and frequency >= 1),
+            "sides": (f"one of {', '.join(SIDES)}", group["sides"] in SIDES),
+        }
+        check_settings("BasisRotation", group, allowed)
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         if param.grad is None or param.grad.is_sparse:
@@ -217,27 +194,3 @@ def _rotate(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
 
 def _transposed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.mT
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError on a parameter or a setting that cannot be used."""
-    names = group.get("param_names") or [f"number {i} of its group" for i in range(len(group["params"]))]
-    for name, param in zip(names, group["params"], strict=True):
-        if param.ndim < 2 or not param.is_floating_point():
-            raise ValueError(
-                f"BasisRotation takes floating-point matrices of shape (..., m, n); parameter {name} has shape "
-                f"{tuple(param.shape)} and type {param.dtype}. Give vectors and the like to another optimizer."
-            )
-    betas, basis_beta, frequency = group["betas"], group["basis_beta"], group["frequency"]
-    allowed = {
-        "lr": ("at least 0", 0 <= float(group["lr"]) < math.inf),
-        "betas": ("two numbers from 0 to below 1", len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
-        "basis_beta": ("none, or from 0 to below 1", basis_beta is None or 0 <= basis_beta < 1),
-        "eps": ("above 0", 0 < group["eps"] < math.inf),
-        "weight_decay": ("at least 0", 0 <= group["weight_decay"] < math.inf),
-        "frequency": ("a whole number of at least 1", isinstance(frequency, int) and frequency >= 1),
-        "sides": (f"one of {', '.join(SIDES)}", group["sides"] in SIDES),
-    }
-    for key, (rule, holds) in allowed.items():
-        if not holds:
-            raise ValueError(f"BasisRotation: {key} must be {rule}, given {group[key]!r}.")

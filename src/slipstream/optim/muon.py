@@ -2,11 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from slipstream.optim.matrix_rule import MatrixRule, check_matrices, check_settings
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """a, b, c of the quintic whose slope at zero is steepest (Jordan, 2024)."""
@@ -91,7 +93,7 @@ def newton_schulz(
     return result
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixRule):
     """Steps of orthogonalised momentum for the matrices of a network's blocks.
 
     ``m <- m + (1 - momentum) (g - m)``, ``d = g + momentum (m - g)`` with Nesterov, else ``m``, then
@@ -158,44 +160,24 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own.
-
-        Args:
-            param_group: ``params`` and any of the constructor's settings.
-
-        Raises:
-            ValueError: As the constructor; the group is then not added.
-        """
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # not overloaded
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: Evaluates the loss and sets the gradients first, if given.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: A gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
-        return loss
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_matrices("Muon", group)
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"Muon: lr must be one number, given a tensor of shape {tuple(group['lr'].shape)}.")
+        coefficients, ns_steps = group["ns_coefficients"], group["ns_steps"]
+        allowed = {
+            "lr": ("at least 0", 0 <= group["lr"] < math.inf),
+            "weight_decay": ("at least 0", 0 <= group["weight_decay"] < math.inf),
+            "momentum": ("from 0 to below 1", 0 <= group["momentum"] < 1),
+            "eps": ("above 0", 0 < group["eps"] < math.inf),
+            "ns_steps": ("a whole number from 0 to 99", isinstance(ns_steps, int) and 0 <= ns_steps < 100),
+            "ns_coefficients": (
+                "three numbers",
+                len(coefficients) == 3 and all(math.isfinite(c) for c in coefficients),
+            ),
+            "adjust_lr_fn": ("one of none, 'original', 'match_rms_adamw'", group["adjust_lr_fn"] in LR_ADJUSTMENTS),
+        }
+        check_settings("Muon", group, allowed)
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         if param.grad is None or param.grad.is_sparse:
@@ -277,29 +259,3 @@ def _lr_ratio(num_rows: int, num_columns: int, adjust_lr_fn: str | None) -> floa
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(num_rows, num_columns))
     return math.sqrt(max(1.0, num_rows / max(num_columns, 1)))
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError on a parameter or a setting that Muon cannot use."""
-    names = group.get("param_names") or [f"number {i} of its group" for i in range(len(group["params"]))]
-    for name, param in zip(names, group["params"], strict=True):
-        if param.ndim < 2 or not param.is_floating_point():
-            raise ValueError(
-                f"Muon takes floating-point matrices of shape (..., m, n); parameter {name} has shape "
-                f"{tuple(param.shape)} and type {param.dtype}. Give vectors and the like to another optimizer."
-            )
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"Muon: lr must be one number, given a tensor of shape {tuple(group['lr'].shape)}.")
-    coefficients, ns_steps = group["ns_coefficients"], group["ns_steps"]
-    allowed = {
-        "lr": ("at least 0", 0 <= group["lr"] < math.inf),
-        "weight_decay": ("at least 0", 0 <= group["weight_decay"] < math.inf),
-        "momentum": ("from 0 to below 1", 0 <= group["momentum"] < 1),
-        "eps": ("above 0", 0 < group["eps"] < math.inf),
-        "ns_steps": ("a whole number from 0 to 99", isinstance(ns_steps, int) and 0 <= ns_steps < 100),
-        "ns_coefficients": ("three numbers", len(coefficients) == 3 and all(math.isfinite(c) for c in coefficients)),
-        "adjust_lr_fn": ("one of none, 'original', 'match_rms_adamw'", group["adjust_lr_fn"] in LR_ADJUSTMENTS),
-    }
-    for key, (rule, holds) in allowed.items():
-        if not holds:
-            raise ValueError(f"Muon: {key} must be {rule}, given {group[key]!r}.")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.staleness.corrections import Slots
-from slipstream.staleness.publish import PublishMethod
+from slipstream.staleness.publish import LookAhead
 
 MAX_SAMPLE = 4096
 """Entries of a tensor that are looked at: their correlation is known to about 1.6 % from one update."""
@@ -16,7 +16,7 @@ MAX_SHARE = 2.0
 """Largest coefficient, as a multiple of the delay."""
 
 
-class AutoErrorFeedback(PublishMethod):
+class AutoErrorFeedback(LookAhead):
     r"""Publish :math:`x = y + c\,(y - y_{prev})` with the c that makes x the best guess of where y will be.
 
     Between the version that a batch reads and its own update lie tau updates that nobody knows yet. Of all multiples
@@ -46,16 +46,14 @@ class AutoErrorFeedback(PublishMethod):
         There is no literal rule beside it: the first update publishes y and moves nothing else.
     """
 
-    changes_weights = True
-
     def __init__(self, *, delay: int, decay: float = 0.95, max_sample: int = MAX_SAMPLE) -> None:
         assert delay >= 1
+        super().__init__()
         self._delay = delay
         self._decay = decay
         self._max_sample = max_sample
         self._num_updates = 0
         self._slots: Slots = {"recent": {}, "product": {}, "square": {}}
-        self._previous: dict[str, Tensor] = {}
 
     @property
     def slots(self) -> Slots:
@@ -67,20 +65,12 @@ class AutoErrorFeedback(PublishMethod):
         return {name: self._coefficient(name) for name in self._slots["product"]}
 
     @torch.no_grad()
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
-        """Keep ``y_t``, in the buffer that is about to be written."""
-        for name, y in masters.items():
-            free = published[name]
-            self._previous[name] = free.copy_(y) if free.dtype == y.dtype else y.clone()
-
-    @torch.no_grad()
     def after_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
         """Take the update into the averages and write ``x_{t+1}``."""
         for name, y in masters.items():
             previous = self._previous.pop(name)
             self._observe(name, self._sample(previous) - self._sample(y))
-            # lerp(y_prev, y, 1 + c) = y + c (y - y_prev), in one pass.
-            published[name].copy_(torch.lerp(previous, y, 1.0 + self._coefficient(name), out=previous))
+            self._extrapolate(published[name], previous, y, self._coefficient(name))
         self._num_updates += 1
 
     def _sample(self, tensor: Tensor) -> Tensor:

@@ -64,7 +64,29 @@ class PublishMasters(PublishMethod):
         """Take nothing."""
 
 
-class ErrorFeedback(PublishMethod):
+class LookAhead(PublishMethod):
+    """Base of methods that publish beyond y along the update just made."""
+
+    changes_weights = True
+
+    def __init__(self) -> None:
+        self._previous: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
+        """Keep ``y_t``, in the buffer that is about to be written."""
+        for name, y in masters.items():
+            free = published[name]
+            self._previous[name] = free.copy_(y) if free.dtype == y.dtype else y.clone()
+
+    @staticmethod
+    def _extrapolate(published: Tensor, previous: Tensor, y: Tensor, coefficient: float | Tensor) -> None:
+        """Write ``y + c (y - y_prev)``; ``previous`` is used up."""
+        # lerp(y_prev, y, 1 + c) is that in one pass.
+        published.copy_(torch.lerp(previous, y, 1.0 + coefficient, out=previous))
+
+
+class ErrorFeedback(LookAhead):
     r"""Update-level error feedback in publish form.
 
     The literal rule corrects each update by what it would have been one step earlier,
@@ -94,19 +116,10 @@ class ErrorFeedback(PublishMethod):
         text was not at hand. "Error feedback" in gradient compression is something else.
     """
 
-    changes_weights = True
-
     def __init__(self, coefficient: float) -> None:
+        super().__init__()
         self.coefficient = coefficient
         self._has_history = False
-        self._previous: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
-        """Keep ``y_t``."""
-        for name, y in masters.items():
-            free = published[name]
-            self._previous[name] = free.copy_(y) if free.dtype == y.dtype else y.clone()
 
     @torch.no_grad()
     def after_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
@@ -114,8 +127,7 @@ class ErrorFeedback(PublishMethod):
         for name, y in masters.items():
             previous = self._previous.pop(name)
             if self._has_history:
-                # lerp(y_prev, y, 1 + c) = y + c (y - y_prev), in one pass.
-                published[name].copy_(torch.lerp(previous, y, 1.0 + self.coefficient, out=previous))
+                self._extrapolate(published[name], previous, y, self.coefficient)
             else:
                 first_update = previous - y
                 published[name].copy_(y)

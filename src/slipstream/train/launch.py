@@ -34,7 +34,7 @@ from slipstream.train.handover import handover_note
 from slipstream.train.idle import idle_settings
 from slipstream.train.initial import adopted_model, check_vocabulary, initial_checkpoint, open_origin
 from slipstream.train.progress import Reporter
-from slipstream.train.rank import choose_device, run_data_parallel, run_single, training_loader, validation_batches
+from slipstream.train.rank import choose_device, run_here, training_loader, validation_batches
 from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.torchrun import run_under_torchrun
@@ -103,9 +103,7 @@ def launch(
     plan = begin()
     if plan.config.executor == "pipeline":
         return run_ranks(plan.config, plan.checkpoint.folder if plan.checkpoint else None)
-    if plan.config.executor == "dataparallel":
-        return run_data_parallel(plan.config, plan.dataset, reporter=reporter, checkpoint=plan.checkpoint)
-    return run_single(plan.config, plan.dataset, reporter=reporter, checkpoint=plan.checkpoint)
+    return run_here(plan.config, plan.dataset, reporter=reporter, checkpoint=plan.checkpoint)
 
 
 def prepare_run(

@@ -1,5 +1,6 @@
 """One rank of a run: from settings and a rendezvous to a finished training loop."""
 
+import contextlib
 import datetime
 import json
 from collections.abc import Callable
@@ -33,10 +34,10 @@ UNLIMITED = datetime.timedelta(days=365)
 Noter = Callable[[int, str], None]
 
 
-def run_single(
+def run_here(
     config: Config, dataset: Dataset, *, reporter: Reporter, checkpoint: Checkpoint | None
 ) -> dict[str, Any] | None:
-    """Train with the executor `single` in this process.
+    """Train with the executor `single` or `dataparallel`: this process, which may have workers, has all the state.
 
     Args:
         config: Resolved settings.
@@ -49,43 +50,20 @@ def run_single(
     """
     torch.set_num_threads(config.train.threads_per_rank)
     device = choose_device(config)
-    source = TimedSource(training_loader(config, dataset).batch)
-    executor = SingleExecutor(config, source, device=device)
-    if checkpoint is not None:
-        executor.restore(checkpoint)
-    writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
-    return _trainer(
-        config, executor, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
-    ).run()
-
-
-def run_data_parallel(
-    config: Config, dataset: Dataset, *, reporter: Reporter, checkpoint: Checkpoint | None
-) -> dict[str, Any] | None:
-    """Train with the executor `dataparallel`: the server lives in this process, the workers where the engine says.
-
-    Args:
-        config: Resolved settings.
-        dataset: Opened data.
-        reporter: Is told of every event.
-        checkpoint: Where to continue from.
-
-    Returns:
-        The summary; ``None`` where the run was asked to stop and has saved.
-    """
-    torch.set_num_threads(config.train.threads_per_rank)
-    device = choose_device(config)
-    source = TimedSource(microbatch_loader(config, dataset).batch)
-    engine = build_engine(config, source, device=device)
-    try:
+    with contextlib.ExitStack() as end:
+        executor: Executor
+        if config.executor == "dataparallel":
+            source = TimedSource(microbatch_loader(config, dataset).batch)
+            executor = end.enter_context(contextlib.closing(build_engine(config, source, device=device)))
+        else:
+            source = TimedSource(training_loader(config, dataset).batch)
+            executor = SingleExecutor(config, source, device=device)
         if checkpoint is not None:
-            engine.restore(checkpoint)
+            executor.restore(checkpoint)
         writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
         return _trainer(
-            config, engine, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
+            config, executor, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
         ).run()
-    finally:
-        engine.close()
 
 
 def run_pipeline_rank(

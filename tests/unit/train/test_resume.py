@@ -155,6 +155,8 @@ def test_what_alters_the_trajectory_must_be_allowed_by_name(tmp_path):
 def test_free_settings_may_change(tmp_path):
     train(tmp_path, num_steps=2)
     train(tmp_path, num_steps=3, resume=True, checkpoint={"keep_last": 1}, log={"every_steps": 1})
+    assert len(read_json_lines(tmp_path / "metrics.jsonl")) == 3
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 def test_delay_may_grow_when_allowed(tmp_path):
