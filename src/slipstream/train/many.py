@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +36,9 @@ from slipstream.train.trainer import stop_signals
 
 NEWS_EVERY_S = 0.2
 """Seconds between two messages of a run's progress."""
+
+UNKNOWN_EXIT_CODE = 255
+"""What multiprocessing gives for a process whose fork server is gone."""
 
 
 def train_all(
@@ -169,8 +172,9 @@ class _Pool:
             except (EOFError, OSError):
                 active.process.join(timeout=5)
                 code = active.process.exitcode
-                # Asked to stop before it had begun to listen for that.
-                is_stopped = self._told_to_stop and code == -signal.SIGTERM
+                # Asked to stop before it had begun to listen for that; or the server that forks the runs was asked too
+                # (a batch system tells the whole process group), and nobody knows how the run ended.
+                is_stopped = self._told_to_stop and code in (-signal.SIGTERM, UNKNOWN_EXIT_CODE)
                 self._end(pipe, None if is_stopped else Outcome(kind="crashed", message=_last_words(code)))
                 continue
             if word == "step":
@@ -183,9 +187,9 @@ class _Pool:
         if not self._told_to_stop:
             self._told_to_stop = True
             for active in self._active.values():
-                if active.process.pid is not None and active.process.is_alive():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(active.process.pid, signal.SIGTERM)
+                # Not asked whether it is alive: with the fork server gone, multiprocessing takes every run for dead.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(cast(int, active.process.pid), signal.SIGTERM)
 
     def kill(self) -> None:
         """End what is still there."""
@@ -229,6 +233,9 @@ class _PipeReporter(SilentReporter):
 
 def _run_main(pipe: Connection, config: Config, begins_anew: bool) -> None:
     """Be a run: train, tell how it ended, leave."""
+    # Signals to the whole process group are for the parent alone, which asks each run once: a second request would end
+    # a run before it has saved.
+    os.setsid()
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     outcome: Outcome | None
     try:

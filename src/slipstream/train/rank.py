@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def run_here(
     """
     torch.set_num_threads(config.train.threads_per_rank)
     device = choose_device(config)
+    make_deterministic(device)
     with contextlib.ExitStack() as end:
         executor: Executor
         if config.executor == "dataparallel":
@@ -90,6 +92,7 @@ def run_pipeline_rank(
     """
     torch.set_num_threads(config.train.threads_per_rank)
     device = choose_device(config, local_rank=local_rank)
+    make_deterministic(device)
     num_ranks = config.pipeline.num_stages
     timeout_s = config.pipeline.timeout_s
     with connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
@@ -190,6 +193,17 @@ def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
             "here (pipeline.num_stages), more machines, or --train.device cpu."
         )
     return torch.device("cuda", local_rank)
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Have CUDA compute the same bits each time, without which a resumed run would not equal a continuous one.
+
+    Where an operation knows no such way torch warns and goes on. On a CPU nothing has to be done.
+    """
+    if device.type == "cuda":
+        # Read when cuBLAS makes its first handle, which is later than this.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def training_loader(config: Config, dataset: Dataset) -> Loader:

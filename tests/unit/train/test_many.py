@@ -5,12 +5,14 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from slipstream.config import Config, from_dict
+from slipstream.config import Config, from_dict, to_toml
 from slipstream.errors import ConfigError
 from slipstream.train.many import train_all
 from slipstream.train.many_progress import SilentObserver, TimeLeft
@@ -24,6 +26,15 @@ SMALL = {
     "train": {"num_steps": 4, "microbatch_size": 2, "device": "cpu"},
     "evaluate": {"num_sequences": 4},
 }
+
+GRID_MAIN = """
+import sys
+from pathlib import Path
+from slipstream.config import from_dict, load_toml
+from slipstream.train.many import train_all
+from slipstream.train.many_progress import SilentObserver
+sys.exit(0 if train_all({"long": load_toml(sys.argv[1])}, observer=SilentObserver(), num_workers=1) else 143)
+"""
 
 
 def config(run_dir: Path, **tables) -> Config:
@@ -109,6 +120,21 @@ def test_a_signal_saves_what_is_under_way_and_the_next_call_goes_on(tmp_path):
     shorter = dataclasses.replace(long, train=dataclasses.replace(long.train, num_steps=reached + 5))
     with pytest.raises(ConfigError, match=r"long: .* holds a run with other settings:\n  train\.num_steps: 3000 -> "):
         train_all({"long": shorter}, observer=Log(), num_workers=1)
+
+
+def test_a_signal_to_the_whole_process_group_saves_too(tmp_path):
+    """As a batch system sends it: parent, fork server and runs get it at once."""
+    long = config(tmp_path / "long", train={"num_steps": 100000}, optim={"lr_total_steps": 100000})
+    (tmp_path / "long.toml").write_text(to_toml(long))
+    process = subprocess.Popen([sys.executable, "-c", GRID_MAIN, tmp_path / "long.toml"], start_new_session=True)
+    metrics = RunDir(tmp_path / "long").metrics
+    while not metrics.exists() or not metrics.read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait() == 143
+    assert read_outcome(tmp_path / "long") is None
+    assert [path.name for path in RunDir(tmp_path / "long").checkpoints.iterdir()]
 
 
 def test_a_killed_process_is_a_crash(tmp_path):
