@@ -6,14 +6,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.config import AgcConfig, Config, StalenessConfig, config_hash, from_dict
+from slipstream.config import AgcConfig, Config, DataParallelConfig, StalenessConfig, config_hash, from_dict
 from slipstream.errors import ConfigError
 from slipstream.report.grid import ALL, NONE, Grid, Row, merged
+from slipstream.staleness.aalr import expected_staleness
+from slipstream.staleness.async_checks import COMPENSATORS
 from slipstream.train.delays import read_staleness
 
 
 class Arm(NamedTuple):
-    """All of a cell but its seed."""
+    """All of a cell but its seed.
+
+    Of asynchronous workers, the delay is the mean staleness that their number gives, in whole updates from 1.
+    """
 
     rule: str
     remedy: str
@@ -21,6 +26,7 @@ class Arm(NamedTuple):
     batch: str
     delay: int
     lr: float
+    workers: str = ""
 
     @property
     def is_synchronous(self) -> bool:
@@ -38,7 +44,9 @@ class Arm(NamedTuple):
         parts = [self.rule, self.remedy]
         parts += [f"read {self.read}"] if self.read != ALL else []
         parts += [f"batch {self.batch}"] if self.batch else []
-        return ", ".join([*parts, f"delay {self.delay}", f"lr {self.lr:g}"])
+        return ", ".join(
+            [*parts, f"workers {self.workers}" if self.workers else f"delay {self.delay}", f"lr {self.lr:g}"]
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,7 @@ def cells_of(grid: Grid) -> list[Cell]:
                     f"{grid.source}: the cells '{twin.name}' and '{cell.name}' have the same settings. Remove one of "
                     "the rows."
                 )
-            effective = dataclasses.replace(config, staleness=effective_staleness(config.staleness))
+            effective = _effective(config)
             original = by_effect.setdefault(config_hash(effective), cell)
             cell = dataclasses.replace(cell, config=effective, folder=original.folder)
             other = folders.setdefault(cell.folder, original)
@@ -105,6 +113,20 @@ def repeats(cells: list[Cell]) -> dict[Arm, Arm]:
         if arm != cell.arm:
             found[cell.arm] = arm
     return found
+
+
+def _effective(config: Config) -> Config:
+    """Return the settings without those that have no effect, which rows may leave in what they share."""
+    if config.executor == "dataparallel":
+        staleness = config.staleness
+        changes: dict[str, Any] = {}
+        if staleness.correction not in COMPENSATORS:
+            changes |= {"agc": AgcConfig()}
+        if staleness.lr_discount != "aalr":
+            changes |= {"aalr_threshold": "auto"}
+        return dataclasses.replace(config, staleness=dataclasses.replace(staleness, **changes))
+    staleness = effective_staleness(config.staleness)
+    return dataclasses.replace(config, staleness=staleness, dataparallel=DataParallelConfig())
 
 
 def effective_staleness(staleness: StalenessConfig) -> StalenessConfig:
@@ -161,6 +183,8 @@ def _arms(grid: Grid, seed: int) -> Iterator[tuple[Arm, Config]]:
             for remedy in grid.remedies:
                 for read in grid.reads:
                     yield from _arms_of(grid, seed, rule=rule, remedy=remedy, read=read, batch=batch)
+                for workers in grid.workers:
+                    yield from _arms_of_workers(grid, seed, rule=rule, remedy=remedy, workers=workers, batch=batch)
 
 
 def _arms_of(grid: Grid, seed: int, *, rule: Row, remedy: Row, read: Row, batch: Row) -> Iterator[tuple[Arm, Config]]:
@@ -187,26 +211,55 @@ def _arms_of(grid: Grid, seed: int, *, rule: Row, remedy: Row, read: Row, batch:
             yield Arm(rule.name, remedy.name, read.name, batch.name, delay, lr), config
 
 
-def _takes_part(rows: tuple[Row, ...], *, rule: str, remedy: str, delay: int, is_own: bool) -> bool:
-    """Whether no row's `only` speaks against a cell; of a delay that a row sets by itself none does."""
+def _arms_of_workers(
+    grid: Grid, seed: int, *, rule: Row, remedy: Row, workers: Row, batch: Row
+) -> Iterator[tuple[Arm, Config]]:
+    """Yield the arms of asynchronous workers: they make the delay, so neither a delay nor a read is theirs."""
+    tables: dict[str, Any] = dict(grid.base)
+    for each in (batch.tables, {"optim": {"name": rule.name}}, rule.tables, workers.tables, remedy.tables):
+        tables = merged(tables, each)
+    rows = (rule, remedy, workers, batch)
+    if not _takes_part(rows, rule=rule.name, remedy=remedy.name, delay=workers.name, is_own=False):
+        return
+    name = ", ".join(filter(None, (rule.name, remedy.name, workers.name, batch.name)))
+    for lr in rule.lr or (float(tables["optim"].get("lr", Config().optim.lr)),):
+        settings = merged(tables, _axes(seed=seed, delay=None, lr=lr))
+        config = from_dict(settings, source=f"{grid.source}: cell '{name}'")
+        yield Arm(rule.name, remedy.name, ALL, batch.name, _usual_delay(config), lr, workers.name), config
+
+
+def _usual_delay(config: Config) -> int:
+    """Return the mean staleness of workers in whole updates, from 1."""
+    settings = config.dataparallel
+    num_workers = settings.num_workers or len(settings.emulate_speeds) or 2
+    return max(1, round(expected_staleness(num_workers, settings.pushes_per_step or num_workers)))
+
+
+def _takes_part(rows: tuple[Row, ...], *, rule: str, remedy: str, delay: int | str, is_own: bool) -> bool:
+    """Whether no row's `only` speaks against a cell; of a delay that a row sets by itself none does.
+
+    Args:
+        rows: That make the cell.
+        rule: Name.
+        remedy: Name.
+        delay: Number, or the name of the workers that make it.
+        is_own: A row says by itself what the delay is.
+    """
     return all(
         (not row.only.rules or rule in row.only.rules)
         and (not row.only.remedies or remedy in row.only.remedies)
-        and (not row.only.delays or is_own or delay in row.only.delays)
+        and (is_own or not (row.only.delays or row.only.workers) or delay in (*row.only.delays, *row.only.workers))
         for row in rows
     )
 
 
-def _axes(*, seed: int, delay: int, lr: float) -> Mapping[str, Any]:
-    return {
-        # One process at any delay gives bitwise the weights of a pipeline at that delay.
-        "executor": "single",
-        "run_dir": "",
-        "data": {"seed": seed},
-        "model": {"seed": seed},
-        "optim": {"lr": lr},
-        "staleness": {"delay": delay},
-    }
+def _axes(*, seed: int, delay: int | None, lr: float) -> Mapping[str, Any]:
+    """Return what the grid itself sets; without a delay: of workers."""
+    # One process at any delay gives bitwise the weights of a pipeline at that delay.
+    kind: dict[str, Any] = {"executor": "single", "staleness": {"delay": delay}}
+    if delay is None:
+        kind = {"executor": "dataparallel", "engine": "inline"}
+    return {"run_dir": "", "data": {"seed": seed}, "model": {"seed": seed}, "optim": {"lr": lr}, **kind}
 
 
 def _folder(arm: Arm, seed: int) -> str:
@@ -214,5 +267,5 @@ def _folder(arm: Arm, seed: int) -> str:
     parts = [arm.rule, arm.remedy]
     parts += [arm.read] if arm.read != ALL else []
     parts += [f"batch-{arm.batch}"] if arm.batch else []
-    parts += [f"delay-{arm.delay}", f"lr-{arm.lr:g}", f"seed-{seed}"]
+    parts += [f"workers-{arm.workers}" if arm.workers else f"delay-{arm.delay}", f"lr-{arm.lr:g}", f"seed-{seed}"]
     return "--".join(re.sub(r"[^A-Za-z0-9._+-]+", "-", part).strip("-.") for part in parts)

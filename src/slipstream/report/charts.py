@@ -8,6 +8,7 @@ from slipstream.report.figures import Palette, Section
 from slipstream.report.results import ArmResult
 from slipstream.report.sweeps import batch_section, coefficient_section, delay_section, lr_section
 from slipstream.report.table import TableRow, distinct
+from slipstream.report.worker_charts import worker_sections
 
 
 def sections(results: Sequence[ArmResult], best: Sequence[TableRow]) -> list[Section]:
@@ -27,5 +28,6 @@ def sections(results: Sequence[ArmResult], best: Sequence[TableRow]) -> list[Sec
         coefficient_section(best, palette),
         lr_section(results, palette),
         batch_section(best, palette),
+        *worker_sections(results, palette),
     ]
     return [section for section in found if section is not None and section.charts]

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.report.cells import Arm, Cell, repeats
+from slipstream.report.columns import aligned, markdown
 from slipstream.report.grid import Grid
 from slipstream.report.results import ArmResult, CellResult, failures, read_results
-from slipstream.report.table import TableRow, aligned, at_equal_lr, best_against_best, markdown
+from slipstream.report.table import TableRow, at_equal_lr, best_against_best
 from slipstream.report.verdict import rule_verdicts, rules_sentence
 
 Judge = Callable[[Sequence[TableRow]], str]
@@ -61,6 +62,8 @@ class Comparison:
         if self.has_several_rates:
             parts += ["## Best against best over learning rates", markdown(self.best)]
         parts += ["## At equal learning rate", markdown(self.equal), _NOTES]
+        if any(row.arm.workers for row in self.equal):
+            parts.append(_WORKER_NOTES)
         if self.failures:
             lines = [f"* {each.cell.name}: {each.kind}: {each.last_line}" for each in self.failures]
             parts += ["## Cells without a result", "\n".join(lines)]
@@ -93,6 +96,12 @@ _NOTES = (
     "from 0. A spike is a training loss more than 6 standard deviations above the mean of the 128 steps before it."
 )
 
+_WORKER_NOTES = (
+    "Synchronous is what all workers together are with a barrier at every step; all arms train on the same tokens "
+    "in as many steps. Staleness is the mean over all gradients, and the largest of any. Perplexity is a token's. "
+    "'Against' is the difference in loss to the remedy named, paired by seed."
+)
+
 
 def evaluate(grid: Grid, cells: Sequence[Cell], folder: Path, *, judge: Judge | None = None) -> Comparison:
     """Read what the cells of a grid left behind, and compare.
@@ -104,7 +113,8 @@ def evaluate(grid: Grid, cells: Sequence[Cell], folder: Path, *, judge: Judge | 
         judge: Makes a first sentence.
     """
     results = read_results(cells, folder)
-    best = best_against_best(results)
+    against = {row.name: row.against for row in grid.remedies if row.against}
+    best = best_against_best(results, against)
     verdicts = rule_verdicts(best)
     sentences = [judge(best)] if judge is not None else []
     sentences += [each.sentence for each in verdicts]
@@ -113,7 +123,7 @@ def evaluate(grid: Grid, cells: Sequence[Cell], folder: Path, *, judge: Judge | 
     return Comparison(
         grid=grid,
         results=results,
-        equal=at_equal_lr(results),
+        equal=at_equal_lr(results, against),
         best=best,
         verdict=sentences,
         same_as=repeats(list(cells)),

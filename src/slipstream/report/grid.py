@@ -1,7 +1,8 @@
 """The grid of a comparison: a TOML file in, one training run a cell out.
 
-A grid is a base of settings and five lists: rules, remedies, reads, batches (each a row of changes to the base), delays
-and seeds. A cell takes one of each. Every row is a name and tables of :class:`~slipstream.config.Config`, so whatever a
+A grid is a base of settings and six lists: rules, remedies, reads, batches (each a row of changes to the base), delays
+and seeds. A cell takes one of each; or, where the grid has workers, a row of workers in place of read and delay: then
+asynchronous workers make the delay. Every row is a name and tables of :class:`~slipstream.config.Config`, so whatever a
 run can be told, a row can vary.
 """
 
@@ -27,7 +28,10 @@ TABLES = tuple(field.name for field in dataclasses.fields(Config) if field.name 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Only:
-    """Which cells a row takes part in; empty: all of them."""
+    """Which cells a row takes part in; empty: all of them.
+
+    Delays and workers are two kinds of one thing: where a row names some of either, it takes part in those alone.
+    """
 
     rules: tuple[str, ...] = ()
     """Names of rules."""
@@ -35,6 +39,8 @@ class Only:
     """Names of remedies."""
     delays: tuple[int, ...] = ()
     """Delays."""
+    workers: tuple[str, ...] = ()
+    """Names of workers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,9 @@ class Row:
     """Of a rule: its learning rates; empty: the base's."""
     only: Only = dataclasses.field(default_factory=Only)
     """Which cells it takes part in."""
+    against: str = ""
+    """Of a remedy: another remedy, to which the table shows the difference, such as all parts of a method without one
+    of them against the whole."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +82,8 @@ class Grid:
     """Batch sizes, and what goes with them."""
     delays: tuple[int, ...] = (0, 1)
     """Updates of delay; 0 must be among them."""
+    workers: tuple[Row, ...] = ()
+    """Asynchronous workers, on the virtual clock of the engine `inline`; rows set `dataparallel`."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each sets initial weights and data order alike in every arm."""
     keep_checkpoints: bool = False

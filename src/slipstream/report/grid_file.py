@@ -17,7 +17,7 @@ def load_grid(path: str | Path) -> Grid:
     Args:
         path: A TOML file: `title`, `description`, the tables of `[base]` (over those of the config file that
             `base.from` names, beside the grid), and `[grid]` with `delays`, `seeds`, `keep_checkpoints` and the rows
-            `[[grid.rules]]`, `[[grid.remedies]]`, `[[grid.reads]]`, `[[grid.batches]]`.
+            `[[grid.rules]]`, `[[grid.remedies]]`, `[[grid.reads]]`, `[[grid.batches]]`, `[[grid.workers]]`.
 
     Raises:
         ConfigError: It cannot be read, or holds something unknown or wrong; names the row.
@@ -48,10 +48,10 @@ def parse_grid(document: Mapping[str, Any], *, source: str, folder: Path) -> Gri
         )
     _check_keys(document, ("title", "description", "base", "grid"), source)
     axes = _table(document.get("grid", {}), f"{source}: [grid]")
-    lists = ("rules", "remedies", "reads", "batches")
+    lists = ("rules", "remedies", "reads", "batches", "workers")
     _check_keys(axes, (*lists, "delays", "seeds", "keep_checkpoints"), f"{source}: [grid]")
     base = _base(document.get("base", {}), f"{source}: [base]", folder)
-    rows = {axis: _rows(axes.get(axis, []), f"{source}: grid.{axis}", is_rule=axis == "rules") for axis in lists}
+    rows = {axis: _rows(axes.get(axis, []), f"{source}: grid.{axis}", axis=axis) for axis in lists}
     if not rows["rules"]:
         raise ConfigError(f"{source}: the grid has no rules. Add a row such as [[grid.rules]] with name = 'adamw'.")
     grid = Grid(
@@ -63,6 +63,7 @@ def parse_grid(document: Mapping[str, Any], *, source: str, folder: Path) -> Gri
         remedies=_with_first(rows["remedies"], NONE, f"{source}: grid.remedies"),
         reads=_with_first(rows["reads"], ALL, f"{source}: grid.reads"),
         batches=rows["batches"] or (Row(name=""),),
+        workers=rows["workers"],
         delays=_numbers(axes.get("delays", [0, 1]), f"{source}: grid.delays", whole=True),
         seeds=_numbers(axes.get("seeds", [0, 1, 2]), f"{source}: grid.seeds", whole=True),
         keep_checkpoints=_switch(axes.get("keep_checkpoints", False), f"{source}: grid.keep_checkpoints"),
@@ -73,6 +74,8 @@ def parse_grid(document: Mapping[str, Any], *, source: str, folder: Path) -> Gri
             "compare with. Add 0."
         )
     _check_only(grid)
+    _check_against(grid)
+    _check_workers(grid)
     return grid
 
 
@@ -92,31 +95,32 @@ def _explicit(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def _rows(value: Any, where: str, *, is_rule: bool) -> tuple[Row, ...]:
+def _rows(value: Any, where: str, *, axis: str) -> tuple[Row, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"{where} must be a list of rows, given {value!r}.")
     rows: list[Row] = []
     for number, each in enumerate(value, start=1):
-        row = _row(each, where, number, is_rule=is_rule)
+        row = _row(each, where, number, axis=axis)
         if row.name in {other.name for other in rows}:
             raise ConfigError(f"{where} has two rows named {row.name!r}. Give each a name of its own.")
         rows.append(row)
     return tuple(rows)
 
 
-def _row(value: Any, where: str, number: int, *, is_rule: bool) -> Row:
+def _row(value: Any, where: str, number: int, *, axis: str) -> Row:
     table = _table(value, f"{where}, row {number}")
     name = table.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}, row {number} needs a name, a text; given {name!r}.")
     here = f"{where}, row '{name}'"
-    _check_keys(table, ("name", "only", *(["lr"] if is_rule else []), *TABLES), here)
+    own = {"rules": ["lr"], "remedies": ["against"]}.get(axis, [])
+    _check_keys(table, ("name", "only", *own, *TABLES), here)
     tables = {key: each for key, each in table.items() if key in TABLES}
     from_dict(tables, source=here)
     _refuse_axes(tables, here)
     lr = table.get("lr", [])
     only = _table(table.get("only", {}), f"{here}: only")
-    _check_keys(only, ("rules", "remedies", "delays"), f"{here}: only")
+    _check_keys(only, ("rules", "remedies", "delays", "workers"), f"{here}: only")
     return Row(
         name=name,
         tables=tables,
@@ -125,7 +129,9 @@ def _row(value: Any, where: str, number: int, *, is_rule: bool) -> Row:
             rules=_names(only.get("rules", []), f"{here}: only.rules"),
             remedies=_names(only.get("remedies", []), f"{here}: only.remedies"),
             delays=_numbers(only["delays"], f"{here}: only.delays", whole=True) if "delays" in only else (),
+            workers=_names(only.get("workers", []), f"{here}: only.workers"),
         ),
+        against=_text(table, "against", here),
     )
 
 
@@ -156,8 +162,9 @@ def _check_only(grid: Grid) -> None:
         "rules": [row.name for row in grid.rules],
         "remedies": [row.name for row in grid.remedies],
         "delays": grid.delays,
+        "workers": [row.name for row in grid.workers],
     }
-    for axis in ("rules", "remedies", "reads", "batches"):
+    for axis in ("rules", "remedies", "reads", "batches", "workers"):
         for row in getattr(grid, axis):
             for key, names in known.items():
                 for given in getattr(row.only, key):
@@ -167,6 +174,30 @@ def _check_only(grid: Grid) -> None:
                             f"does not have.{nearest(str(given), map(str, names))} It has: "
                             f"{', '.join(map(str, names))}."
                         )
+
+
+def _check_against(grid: Grid) -> None:
+    """Refuse a remedy that is to be compared with one that is not there."""
+    names = [row.name for row in grid.remedies]
+    for row in grid.remedies:
+        if row.against and (row.against == row.name or row.against not in names):
+            raise ConfigError(
+                f"{grid.source}: grid.remedies, row '{row.name}': against names '{row.against}', no other remedy."
+                f"{nearest(row.against, names)} Remedies: {', '.join(names)}."
+            )
+
+
+def _check_workers(grid: Grid) -> None:
+    """Refuse workers that are not asynchronous, or not there."""
+    for row in grid.workers:
+        where = f"{grid.source}: grid.workers, row '{row.name}'"
+        if row.only.delays or row.only.workers:
+            raise ConfigError(f"{where}: only limits the rules and remedies of workers, which have no other delay.")
+        if "engine" in row.tables or "mode" in row.tables.get("dataparallel", {}):
+            raise ConfigError(
+                f"{where} sets engine or dataparallel.mode. Workers of a grid are asynchronous, on the virtual clock "
+                "of the engine 'inline'; the synchronous arm is a delay of 0. Leave both out."
+            )
 
 
 def _check_keys(table: Mapping[str, Any], allowed: Sequence[str], where: str) -> None:

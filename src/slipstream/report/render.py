@@ -1,26 +1,21 @@
 """The report of a comparison: one HTML file that needs no network and follows the reader's light or dark scheme."""
 
-import html
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 import tomli_w
 
 from slipstream.config import Config, load_toml
 from slipstream.models.shapes import num_parameters
 from slipstream.report.charts import sections
+from slipstream.report.columns import TEXT_COLUMNS, table_columns
 from slipstream.report.comparison import Comparison
-from slipstream.report.figures import Chart, Section
 from slipstream.report.grid import NONE
-from slipstream.report.table import TEXT_COLUMNS, TableRow, figure, percent, signed, table_columns
-from slipstream.report.verdict import RuleVerdict, rule_verdicts
+from slipstream.report.page import escape, page, part, section_html
+from slipstream.report.table import TableRow, figure, percent, signed
+from slipstream.report.verdict import RuleVerdict, cause, rule_verdicts
 from slipstream.train.metrics import duration, quantity
 from slipstream.train.rundir import RunDir
-
-escape = html.escape
 
 
 def render(comparison: Comparison, folder: Path) -> str:
@@ -32,21 +27,21 @@ def render(comparison: Comparison, folder: Path) -> str:
     """
     grid, verdicts = comparison.grid, rule_verdicts(comparison.best)
     resolved = _resolved_config(comparison, folder)
-    rest = [sentence for sentence in comparison.verdict if sentence not in {each.sentence for each in verdicts}]
-    tables = _tables(comparison)
-    return Template(files(__package__).joinpath("template.html").read_text(encoding="utf-8")).substitute(
-        title=escape(grid.title or f"Comparison of {', '.join(row.name for row in grid.rules)}"),
-        lead=f'<p class="lead">{escape(grid.description)}</p>' if grid.description else "",
+    said = {each.sentence for each in verdicts}
+    return page(
+        kicker="Slipstream comparison",
+        title=grid.title or f"Comparison of {', '.join(row.name for row in grid.rules)}",
+        lead=grid.description,
         facts=_facts(comparison, resolved),
-        answer="".join(f'<p class="answer">{escape(sentence)}</p>' for sentence in rest),
-        cards=f'<div class="cards">{"".join(map(_card, verdicts))}</div>' if verdicts else "",
-        sections="\n".join(map(_section, sections(comparison.results, comparison.best))),
-        table_text=_TABLE_TEXT,
-        tables=tables,
-        failures=_failures(comparison),
-        method=_method(comparison, resolved),
-        footer=f"Slipstream {version('slipstream')}, torch {version('torch')}. The numbers are in table.json, every "
-        "cell is a run directory under cells.",
+        answers=[sentence for sentence in comparison.verdict if sentence not in said],
+        cards=[_card(verdict) for verdict in verdicts],
+        body=[
+            *map(section_html, sections(comparison.results, comparison.best)),
+            part("Tables", _tables(comparison), text=_TABLE_TEXT),
+            _failures(comparison),
+            part("How this was made", _method(comparison, resolved), css="method"),
+        ],
+        footer="The numbers are in table.json, every cell is a run directory under cells.",
     )
 
 
@@ -60,7 +55,7 @@ def _resolved_config(comparison: Comparison, folder: Path) -> Config | None:
     return None
 
 
-def _facts(comparison: Comparison, config: Config | None) -> str:
+def _facts(comparison: Comparison, config: Config | None) -> list[tuple[str, str]]:
     """Return what was trained, in a line."""
     runs = {each.cell.folder: each for result in comparison.results for each in result.cells}
     seconds = sum(each.training_s for each in runs.values())
@@ -74,9 +69,9 @@ def _facts(comparison: Comparison, config: Config | None) -> str:
             (_span(tokens), "tokens a run"),
             *facts,
         ]
-    facts.append((duration(seconds), "of training in all"))
-    items = "".join(f"<li><b>{escape(number)}</b> {escape(unit)}</li>" for number, unit in facts)
-    return f'<ul class="facts">{items}</ul>'
+    has_workers = any(each.workers is not None for each in runs.values())
+    facts.append((duration(seconds), f"of training in all{', by the clock of each' if has_workers else ''}"))
+    return facts
 
 
 def _span(values: Sequence[int]) -> str:
@@ -88,13 +83,12 @@ def _span(values: Sequence[int]) -> str:
 def _card(verdict: RuleVerdict) -> str:
     """Return a rule's figures: what the delay costs, and how much of it the best remedy closes."""
     plain, remedy = verdict.plain, verdict.remedy
-    delay = "one step of delay" if plain.arm.delay == 1 else f"a delay of {plain.arm.delay} steps"
     parts = [f'<article class="card"><h3>{escape(verdict.name)}</h3>']
     if plain.gap is None:
         return "".join([*parts, f'<p class="rest">{escape(verdict.sentence)}</p></article>'])
     number, _, half = signed(plain.gap).partition(" ")
     parts.append(f'<div class="big">{escape(number)} <small>{escape(half)}</small></div>')
-    parts.append(f'<div class="what">nats per token from {delay}</div>')
+    parts.append(f'<div class="what">nats per token from {escape(cause(plain.arm))}</div>')
     is_gap = plain.gap.excludes_zero and plain.gap.mean > 0
     if remedy is not None and remedy.closed is not None and is_gap:
         name = escape(remedy.arm.remedy)
@@ -122,33 +116,6 @@ def _left(verdict: RuleVerdict, remedy: TableRow) -> str:
     if remedy.best_sync is not None and remedy.best_sync.remedy != NONE:
         lines.append(f"{signed(remedy.gap_to_best)} against {remedy.best_sync.remedy} without delay")
     return "".join(f'<div class="rest">{escape(line)}</div>' for line in lines)
-
-
-def _section(section: Section) -> str:
-    toggle = _TOGGLE if section.has_smoothing else ""
-    charts = "".join(map(_figure, section.charts))
-    return (
-        f'<section><div class="head"><h2>{escape(section.title)}</h2>{toggle}</div>'
-        f'<p class="section-text">{escape(section.text)}</p>'
-        f'<div class="charts n{len(section.charts)}">{charts}</div></section>'
-    )
-
-
-_TOGGLE = (
-    '<div class="toggle" role="radiogroup" aria-label="Curves">'
-    '<label><input type="radio" name="curves" id="show-smoothed" checked><span>smoothed</span></label>'
-    '<label><input type="radio" name="curves" id="show-raw"><span>raw</span></label></div>'
-)
-
-
-def _figure(chart: Chart) -> str:
-    items = "".join(
-        f'<li><i class="{entry.css}"></i><span>{escape(entry.label)}</span>'
-        f"{f'<b>{escape(entry.figure)}</b>' if entry.figure else ''}</li>"
-        for entry in chart.legend
-    )
-    legend = f'<ul class="legend">{items}</ul>' if items else ""
-    return f"<figure><h3>{escape(chart.title)}</h3>{chart.svg}{legend}</figure>"
 
 
 def _tables(comparison: Comparison) -> str:
@@ -196,12 +163,11 @@ def _failures(comparison: Comparison) -> str:
     items = "".join(
         f"<li><b>{escape(each.cell.name)}</b>: {escape(each.kind)}. {escape(each.last_line)}</li>" for each in failed
     )
-    return (
-        '<section><div class="head"><h2>Cells without a result</h2></div>'
-        '<p class="section-text">A diverged cell is a result: a loss or too many gradients in a row were not finite. '
-        "A crashed cell is none; the same command tries it again.</p>"
-        f'<ul class="plain">{items}</ul></section>'
+    text = (
+        "A diverged cell is a result: a loss or too many gradients in a row were not finite. A crashed cell is none; "
+        "the same command tries it again."
     )
+    return part("Cells without a result", f'<ul class="plain">{items}</ul>', text=text)
 
 
 def _method(comparison: Comparison, config: Config | None) -> str:
@@ -222,7 +188,8 @@ def _method(comparison: Comparison, config: Config | None) -> str:
 
 _METHOD = (
     "A seed sets initial weights and data order alike in every arm, so differences are taken seed by seed. A cell "
-    "trains in one process with a delay line, which gives bitwise the weights of a pipeline with that delay.",
+    "trains in one process with a delay line, which gives bitwise the weights of a pipeline with that delay; workers, "
+    "where the grid has them, with a server on a virtual clock, the same in every run.",
     "Intervals of means are 95 % confidence intervals by Student's t. The share of the gap closed is one minus the "
     "ratio of two paired mean gaps, with Fieller's interval, which is exact for normal differences at any number of "
     "seeds; it is left out where the gap itself cannot be told from 0.",
@@ -239,10 +206,10 @@ def _settings(comparison: Comparison) -> str:
     """Return the grid as TOML."""
     grid = comparison.grid
     axes: dict[str, object] = {"delays": list(grid.delays), "seeds": list(grid.seeds)}
-    for axis in ("rules", "remedies", "reads", "batches"):
+    for axis in ("rules", "remedies", "reads", "batches", "workers"):
         rows = [
             {"name": row.name, **({"lr": list(row.lr)} if row.lr else {}), **row.tables} for row in getattr(grid, axis)
         ]
-        if len(rows) > 1 or rows[0].keys() != {"name"}:
+        if len(rows) > 1 or (rows and rows[0].keys() != {"name"}):
             axes[axis] = rows
     return tomli_w.dumps({"base": dict(grid.base), "grid": axes})

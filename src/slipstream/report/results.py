@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ import numpy as np
 
 from slipstream.report.cells import Arm, Cell
 from slipstream.report.statistics import spikes
+from slipstream.report.workers import RunOfWorkers, run_of_workers
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.outcome import Kind, read_outcome
 from slipstream.train.rundir import RunDir
@@ -27,7 +29,8 @@ class CellResult:
         val_bits_per_byte: The same in bits per byte of text.
         losses: Training loss of each step.
         spikes: Steps at which it spikes.
-        training_s: Seconds spent in steps.
+        training_s: Seconds spent in steps; of workers, by their virtual clock.
+        workers: What asynchronous workers did; ``None``: there were none.
     """
 
     cell: Cell
@@ -38,6 +41,7 @@ class CellResult:
     losses: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     spikes: Sequence[int] = ()
     training_s: float = 0.0
+    workers: RunOfWorkers | None = None
 
     @property
     def last_line(self) -> str:
@@ -66,6 +70,16 @@ class ArmResult:
     def val_bits_per_byte(self) -> dict[int, float]:
         """Bits per byte of the seeds that finished."""
         return {each.cell.seed: each.val_bits_per_byte for each in self.cells if each.val_bits_per_byte is not None}
+
+    @property
+    def val_perplexity(self) -> dict[int, float]:
+        """Perplexity per token of the seeds that finished."""
+        return {seed: math.exp(loss) for seed, loss in self.val_loss.items()}
+
+    @property
+    def workers(self) -> list[RunOfWorkers]:
+        """What asynchronous workers did, of each seed that finished."""
+        return [each.workers for each in self.cells if each.workers is not None]
 
     @property
     def mean_val_loss(self) -> float:
@@ -133,6 +147,7 @@ def _read(cell: Cell, path: Path) -> CellResult:
         losses=losses,
         spikes=spikes(losses.tolist()),
         training_s=sum(row["step_s"] for row in rows),
+        workers=run_of_workers(outcome.summary, rows) if is_finished else None,
     )
 
 

@@ -27,6 +27,7 @@ class _Sweep:
 
 def delay_section(best: Sequence[TableRow], palette: Palette) -> Section | None:
     """Return the gap over the delay, where the grid has three delays or more."""
+    best = [row for row in best if not row.arm.workers]
     if len({row.arm.delay for row in best if row.arm.read == ALL}) < 3:
         return None
     charts = []
@@ -110,7 +111,7 @@ def lr_section(results: Sequence[ArmResult], palette: Palette) -> Section | None
             continue
         series: dict[str, Series] = {}
         css: dict[str, str] = {}
-        several = len({result.arm.delay for result in group if result.arm.delay}) > 1
+        several = len({(result.arm.delay, result.arm.workers) for result in group if result.arm.delay}) > 1
         for result in group:
             label = arm_text(result.arm, several_delays=several)
             css.setdefault(label, palette.css(result.arm))

@@ -18,11 +18,15 @@ class TableRow:
         result: The arm.
         val_loss: Nats per token, on the published weights x; ``None`` where no seed finished.
         val_bits_per_byte: The same in bits per byte.
+        perplexity: The same as perplexity per token, seed by seed.
         gap: To plain synchronous training of the same rule, paired by seed; ``None`` where there is none to pair with.
         gap_to_best: To the best synchronous arm of the rule, with any remedy.
         best_sync: That arm.
         closed: Share of the plain delay's gap that the remedy closes; ``None`` for what is synchronous.
         gaps: To plain synchronous training, by seed.
+        perplexity_gap: To plain synchronous training, in perplexity, paired by seed.
+        against: To the arm that the remedy names, paired by seed; ``None``: it names none.
+        against_remedy: The remedy of that arm.
     """
 
     result: ArmResult
@@ -33,6 +37,10 @@ class TableRow:
     best_sync: Arm | None
     closed: Estimate | None
     gaps: Mapping[int, float]
+    perplexity: Estimate | None = None
+    perplexity_gap: Estimate | None = None
+    against: Estimate | None = None
+    against_remedy: str = ""
 
     @property
     def arm(self) -> Arm:
@@ -49,12 +57,18 @@ class TableRow:
             "lr": arm.lr,
             "read": arm.read,
             "batch": arm.batch,
+            "workers": arm.workers,
             "batch_size": self.result.cells[0].cell.config.batch_size,
             "error_feedback": self.result.cells[0].cell.config.staleness.error_feedback,
             "num_seeds": len(self.result.val_loss) + self.result.count("diverged"),
             **_figures("val_loss", self.val_loss),
             **_figures("val_bits_per_byte", self.val_bits_per_byte),
+            **_figures("val_perplexity", self.perplexity),
             **_figures("gap_to_sync", self.gap),
+            **_figures("perplexity_gap_to_sync", self.perplexity_gap),
+            "against_remedy": self.against_remedy,
+            **_figures("against", self.against),
+            **self.staleness,
             **_figures("gap_to_best_sync", self.gap_to_best),
             "best_sync": None if self.best_sync is None else {"remedy": self.best_sync.remedy, "lr": self.best_sync.lr},
             "gap_closed_share": None if self.closed is None else self.closed.mean,
@@ -64,6 +78,15 @@ class TableRow:
             "num_spikes": self.result.num_spikes,
         }
 
+    @property
+    def staleness(self) -> dict[str, float]:
+        """Mean and largest staleness of asynchronous workers, over the seeds; empty of others."""
+        runs = self.result.workers
+        if not runs:
+            return {}
+        mean_staleness = sum(run.staleness_mean for run in runs) / len(runs)
+        return {"staleness_mean": mean_staleness, "staleness_max": max(run.staleness_max for run in runs)}
+
 
 def _figures(name: str, estimate: Estimate | None) -> dict[str, Any]:
     if estimate is None:
@@ -71,28 +94,39 @@ def _figures(name: str, estimate: Estimate | None) -> dict[str, Any]:
     return {f"{name}_mean": estimate.mean, f"{name}_ci95": estimate.interval}
 
 
-def at_equal_lr(results: Sequence[ArmResult]) -> list[TableRow]:
-    """Return a row an arm, each measured by the synchronous arms of its rule, batch and learning rate."""
+def at_equal_lr(results: Sequence[ArmResult], against: Mapping[str, str] | None = None) -> list[TableRow]:
+    """Return a row an arm, each measured by the synchronous arms of its rule, batch and learning rate.
+
+    Args:
+        results: All arms.
+        against: By remedy, another one to show the difference to.
+    """
     by_arm = {result.arm: result for result in results}
     rows = []
     for result in results:
         arm = result.arm
         peers = [each for each in results if _is_peer(each.arm, arm) and each.arm.lr == arm.lr]
         plain = arm._replace(remedy=NONE)
-        rows.append(_row(result, peers=peers, plain_delay=by_arm.get(plain)))
+        other = by_arm.get(arm._replace(remedy=(against or {}).get(arm.remedy, "")))
+        rows.append(_row(result, peers=peers, plain_delay=by_arm.get(plain), other=other))
     return rows
 
 
-def best_against_best(results: Sequence[ArmResult]) -> list[TableRow]:
+def best_against_best(results: Sequence[ArmResult], against: Mapping[str, str] | None = None) -> list[TableRow]:
     """Return a row for each arm at its best learning rate, measured by synchronous arms at theirs.
 
     The best rate is that of the smallest mean loss among the rates at which the fewest seeds failed.
+
+    Args:
+        results: All arms.
+        against: By remedy, another one to show the difference to.
     """
     best = best_over_lr(results)
     rows = []
     for key, result in best.items():
         peers = [each for each in best.values() if _is_peer(each.arm, key)]
-        rows.append(_row(result, peers=peers, plain_delay=best.get(key._replace(remedy=NONE))))
+        other = best.get(key._replace(remedy=(against or {}).get(key.remedy, "")))
+        rows.append(_row(result, peers=peers, plain_delay=best.get(key._replace(remedy=NONE)), other=other))
     return rows
 
 
@@ -110,18 +144,28 @@ def badness(result: ArmResult) -> tuple[int, float]:
 
 
 def has_delays(rows: Sequence[TableRow]) -> bool:
-    """Whether rows have more than one delay."""
-    return len({row.arm.delay for row in rows if row.arm.delay}) > 1
+    """Whether rows have more than one delay, or workers that make it."""
+    return len({(row.arm.delay, row.arm.workers) for row in rows if row.arm.delay}) > 1
 
 
 def by_rule(rows: Iterable[TableRow]) -> dict[str, list[TableRow]]:
-    """Return rows by rule, and by batch where there are several."""
+    """Return rows by rule, by batch where there are several, and by workers, each beside what is synchronous."""
     rows = list(rows)
     several = len({row.arm.batch for row in rows}) > 1
     groups: dict[str, list[TableRow]] = {}
     for row in rows:
         groups.setdefault(f"{row.arm.rule}, batch {row.arm.batch}" if several else row.arm.rule, []).append(row)
-    return groups
+    return {label: of for name, group in groups.items() for label, of in _by_workers(name, group).items()}
+
+
+def _by_workers(name: str, rows: Sequence[TableRow]) -> dict[str, list[TableRow]]:
+    crews = dict.fromkeys(row.arm.workers for row in rows if row.arm.delay)
+    if not any(crews):
+        return {name: list(rows)}
+    return {
+        f"{name}, {crew}" if crew else name: [row for row in rows if not row.arm.delay or row.arm.workers == crew]
+        for crew in crews
+    }
 
 
 def distinct(rows: Iterable[TableRow]) -> list[TableRow]:
@@ -142,7 +186,9 @@ def _is_peer(arm: Arm, of: Arm) -> bool:
     return arm.is_synchronous and arm.rule == of.rule and arm.batch == of.batch
 
 
-def _row(result: ArmResult, *, peers: Sequence[ArmResult], plain_delay: ArmResult | None) -> TableRow:
+def _row(
+    result: ArmResult, *, peers: Sequence[ArmResult], plain_delay: ArmResult | None, other: ArmResult | None
+) -> TableRow:
     plain_sync = next((each for each in peers if each.arm.is_plain_synchronous), None)
     best_sync = min(peers, key=badness, default=None)
     gaps = {} if plain_sync is None else paired(result.val_loss, plain_sync.val_loss)
@@ -158,73 +204,15 @@ def _row(result: ArmResult, *, peers: Sequence[ArmResult], plain_delay: ArmResul
         best_sync=None if best_sync is None else best_sync.arm,
         closed=closed,
         gaps=gaps,
+        perplexity=_mean(result.val_perplexity),
+        perplexity_gap=None if plain_sync is None else _mean(paired(result.val_perplexity, plain_sync.val_perplexity)),
+        against=None if other is None else _mean(paired(result.val_loss, other.val_loss)),
+        against_remedy="" if other is None else other.arm.remedy,
     )
 
 
 def _mean(values: Mapping[int, float]) -> Estimate | None:
     return mean(list(values.values())) if values else None
-
-
-def markdown(rows: Sequence[TableRow]) -> str:
-    """Return rows as a Markdown table; columns that would say the same in every row are left out."""
-    columns = table_columns(rows)
-    lines = [
-        "| " + " | ".join(columns) + " |",
-        "| " + " | ".join("---" if name in TEXT_COLUMNS else "---:" for name in columns) + " |",
-    ]
-    for index in range(len(rows)):
-        lines.append("| " + " | ".join(column[index].replace("|", "\\|") for column in columns.values()) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def aligned(rows: Sequence[TableRow]) -> str:
-    """Return rows as lines of plain text, column under column."""
-    columns = table_columns(rows)
-    lines = [""] * (len(rows) + 1)
-    for name, column in columns.items():
-        width = max(map(len, (name, *column)))
-        for index, text in enumerate((name, *column)):
-            lines[index] += (text.ljust(width) if name in TEXT_COLUMNS else text.rjust(width)) + "  "
-    return "\n".join(line.rstrip() for line in lines)
-
-
-TEXT_COLUMNS = ("rule", "remedy", "delayed", "batch")
-"""Columns of names; the others are figures."""
-
-
-def table_columns(rows: Sequence[TableRow]) -> dict[str, list[str]]:
-    """Return the cells of the table for people, by the name of the column."""
-    columns = {
-        "rule": [row.arm.rule for row in rows],
-        "remedy": [row.arm.remedy for row in rows],
-        "delayed": [row.arm.read if row.arm.delay else "" for row in rows],
-        "batch": [row.arm.batch for row in rows],
-        "delay": [str(row.arm.delay) for row in rows],
-        "lr": [f"{row.arm.lr:g}" for row in rows],
-        "val loss": [figure(row.val_loss) for row in rows],
-        "gap to sync": [signed(row.gap) if not row.arm.is_plain_synchronous else "" for row in rows],
-        "gap to best sync": [signed(row.gap_to_best) if row.best_sync != row.arm else "" for row in rows],
-        "gap closed": [_closed(row) for row in rows],
-        "seeds": [str(len(row.result.val_loss)) for row in rows],
-        "diverged": [str(row.result.count("diverged") or "") for row in rows],
-        "crashed": [str(row.result.count("crashed") or "") for row in rows],
-        "spikes": [str(row.result.num_spikes or "") for row in rows],
-    }
-    is_idle = {
-        "delayed": all(row.arm.read == ALL for row in rows),
-        "batch": len(set(columns["batch"])) == 1,
-        # Where plain synchronous training is the best, both gaps are the same.
-        "gap to best sync": columns["gap to best sync"] == columns["gap to sync"],
-        **{name: not any(columns[name]) for name in ("gap closed", "diverged", "crashed", "spikes")},
-    }
-    return {name: column for name, column in columns.items() if not is_idle.get(name)}
-
-
-def _closed(row: TableRow) -> str:
-    """Return the share closed; a share of a gap that cannot be told from 0 says nothing."""
-    if row.arm.remedy == NONE or row.closed is None or (row.closed.interval is None and len(row.gaps) > 1):
-        return ""
-    return percent(row.closed)
 
 
 def figure(estimate: Estimate | None, *, digits: int = 3) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from slipstream.config import coefficient_text
+from slipstream.report.cells import Arm
 from slipstream.report.grid import NONE
 from slipstream.report.statistics import Estimate, ratio
 from slipstream.report.table import TableRow, badness, by_rule, figure, percent, signed, whole_reads
@@ -54,17 +55,25 @@ def rule_verdicts(best: Sequence[TableRow]) -> list[RuleVerdict]:
     return found
 
 
+def cause(arm: Arm) -> str:
+    """Return what an arm differs in from synchronous training, in words."""
+    if arm.workers:
+        return "asynchronous workers"
+    return "one step of delay" if arm.delay == 1 else f"a delay of {arm.delay} steps"
+
+
 def _rule_sentence(name: str, plain: TableRow, remedy: TableRow | None) -> str:
-    delay = plain.arm.delay
-    steps = "one step of delay" if delay == 1 else f"a delay of {delay} steps"
+    steps, s = cause(plain.arm), "" if plain.arm.workers else "s"
     if plain.gap is None:
         return f"{name}: no seed finished both with and without the delay{_failed(plain)}."
     if plain.gap.interval is None or plain.gap.low is None or plain.gap.low > 0:
-        text = f"{name}: {steps} costs {figure(plain.gap)} nats per token"
+        text = f"{name}: {steps} cost{s} {figure(plain.gap)} nats per token"
     elif plain.gap.high is not None and plain.gap.high < 0:
-        text = f"{name}: {steps} gains {figure(_negated(plain.gap))} nats per token"
+        text = f"{name}: {steps} gain{s} {figure(_negated(plain.gap))} nats per token"
     else:
-        text = f"{name}: {steps} costs nothing that these seeds could tell from 0 ({signed(plain.gap)} nats per token)"
+        text = (
+            f"{name}: {steps} cost{s} nothing that these seeds could tell from 0 ({signed(plain.gap)} nats per token)"
+        )
     text += _failed(plain)
     if remedy is None or remedy.gap is None:
         return f"{text}."
@@ -90,7 +99,7 @@ def _negated(estimate: Estimate) -> Estimate:
 
 def rules_sentence(verdicts: Sequence[RuleVerdict]) -> str | None:
     """Return how many times more the most sensitive rule loses than the least; ``None`` of fewer than two rules."""
-    known = [each for each in verdicts if each.plain.gap is not None]
+    known = [each for each in verdicts if each.plain.gap is not None and not each.plain.arm.workers]
     if len(known) < 2:
         return None
     most = max(known, key=lambda each: _mean(each.plain.gap))

@@ -5,9 +5,10 @@ import math
 import pytest
 from tests.unit.report.fake import arm, result
 
+from slipstream.report.columns import aligned, markdown
 from slipstream.report.comparison import Comparison
 from slipstream.report.grid import Grid, Row
-from slipstream.report.table import aligned, at_equal_lr, best_against_best, markdown
+from slipstream.report.table import at_equal_lr, best_against_best
 
 SYNC, DELAY, FEEDBACK, CONTROL = (
     arm(),
