@@ -42,10 +42,7 @@ class HubTokenizer:
     name = "hub"
 
     def __init__(self, text: str, eos_id: int) -> None:
-        try:
-            self._backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"this is no tokenizer that the tokenizers library can read: {error}.") from error
+        self._backend = _backend_of(text, source="the tokenizer")
         self._backend.no_truncation()
         self._backend.no_padding()
         # A text that spells a special token is a text like any other.
@@ -145,8 +142,10 @@ def open_hub_tokenizer(folder: str | Path) -> Tokenizer:
 
 def read_hub_tokenizer(folder: str | Path) -> HubTokenizer:
     """Read what :meth:`HubTokenizer.save` wrote."""
-    identity = json.loads((Path(folder) / IDENTITY_FILE).read_text(encoding="utf-8"))
-    return HubTokenizer(_tokenizer_text(Path(folder)), int(identity["eos_id"]))
+    end = _json(Path(folder) / IDENTITY_FILE).get("eos_id")
+    if type(end) is not int:
+        raise DataError(f"{Path(folder) / IDENTITY_FILE} has no 'eos_id', a whole number. Restore the file.")
+    return HubTokenizer(_tokenizer_text(Path(folder)), end)
 
 
 def _tokenizer_text(folder: Path) -> str:
@@ -158,10 +157,21 @@ def _tokenizer_text(folder: Path) -> str:
             f"cannot read {path}: {error.strerror}. Give a folder with a {BPE_FILE}; for a tokenizer in another form, "
             "save it again with transformers' AutoTokenizer."
         ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}). Restore the file.") from error
+
+
+def _backend_of(text: str, *, source: Path | str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"{source} is none that the tokenizers library can read: {error}. Restore its {BPE_FILE}."
+        ) from error
 
 
 def _end_id(folder: Path) -> int:
-    backend = tokenizers.Tokenizer.from_str(_tokenizer_text(folder))
+    backend = _backend_of(_tokenizer_text(folder), source=f"the tokenizer in {folder}")
     for name in _CONFIGS:
         token = _json(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
@@ -170,7 +180,7 @@ def _end_id(folder: Path) -> int:
     for name in _MODEL_CONFIGS:
         found = _json(folder / name).get("eos_token_id")
         found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, int):
+        if type(found) is int:
             return found
     raise DataError(
         f'no token that ends a text is named in {folder}. Put "eos_token" into its {CONFIG_FILE}: documents are '
@@ -183,7 +193,7 @@ def _json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}. Restore the file.") from error
     return content if isinstance(content, dict) else {}
 

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import lzma
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +16,17 @@ _UNPACK: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.decompress,
 }
 
+_NOT_QUESTIONS = ("readme", "license", "licence", "notice", "copying", "changelog", ".", "_")
+"""How the names of files begin, in any case, that lie beside questions in a folder or an archive."""
+
 
 def read_task_files(path: str | Path, *, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the names and texts of the files of a task, by name.
 
     Args:
         path: A file, also packed with bzip2, xz or gzip; a folder, searched to any depth; or a tar archive of one.
-        suffixes: Endings of the names, before that of a packer, that are read in folders and archives.
+        suffixes: Endings of the names, before that of a packer, that are read in folders and archives; but a README, a
+            licence and hidden files are not.
 
     Raises:
         DataError: Something cannot be read, is not UTF-8, or no file is there.
@@ -30,13 +35,13 @@ def read_task_files(path: str | Path, *, suffixes: tuple[str, ...]) -> list[tupl
     try:
         if path.is_dir():
             found = [(str(each), each.read_bytes()) for each in sorted(path.rglob("*")) if each.is_file()]
-            files = [(name, data) for name, data in found if _plain_name(name).endswith(suffixes)]
+            files = [(name, data) for name, data in found if _holds_questions(name, suffixes)]
         elif tarfile.is_tarfile(path):
             files = _members(path, suffixes)
         else:
             files = [(str(path), path.read_bytes())]
         unpacked = [(name, _unpack(name, data)) for name, data in files]
-    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, ValueError) as error:
+    except (OSError, EOFError, tarfile.TarError, lzma.LZMAError, zlib.error, ValueError) as error:
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}. Check the file.") from error
     if not unpacked:
         raise DataError(f"{path} holds no file named {' or '.join(f'*{suffix}' for suffix in suffixes)}.")
@@ -46,8 +51,12 @@ def read_task_files(path: str | Path, *, suffixes: tuple[str, ...]) -> list[tupl
 def _members(path: Path, suffixes: tuple[str, ...]) -> list[tuple[str, bytes]]:
     with tarfile.open(path) as archive:
         members = sorted((member for member in archive if member.isfile()), key=lambda member: member.name)
-        wanted = [member for member in members if _plain_name(member.name).endswith(suffixes)]
+        wanted = [member for member in members if _holds_questions(member.name, suffixes)]
         return [(f"{path}/{member.name}", file.read()) for member in wanted if (file := archive.extractfile(member))]
+
+
+def _holds_questions(name: str, suffixes: tuple[str, ...]) -> bool:
+    return _plain_name(name).endswith(suffixes) and not Path(name).name.lower().startswith(_NOT_QUESTIONS)
 
 
 def _plain_name(name: str) -> str:

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream.errors import ConfigError
+from slipstream.data.text_checks import check_text
+from slipstream.errors import ConfigError, NonFiniteError
 from slipstream.train.trained import TrainedModel
 
 
@@ -36,12 +37,13 @@ def generate(
         prompt: Empty: the beginning of a document.
         max_new_tokens: From 1.
         temperature: Logits are divided by it before a token is drawn; 0: always the likeliest token.
-        seed: Of the draws.
+        seed: Of the draws, from 0 to 2^64 - 1.
         device: Where to compute.
 
     Raises:
         ConfigError: A number is out of range.
-        DataError: The model has no tokenizer.
+        DataError: The model has no tokenizer, or the prompt is not text.
+        NonFiniteError: The model gives no probabilities.
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more.")
@@ -49,6 +51,9 @@ def generate(
         raise ConfigError(
             f"the temperature is {temperature}; allowed are 0 (the likeliest token) and finite numbers above."
         )
+    if not 0 <= seed < 2**64:
+        raise ConfigError(f"the seed is {seed}; allowed are whole numbers from 0 to 2^64 - 1.")
+    check_text(prompt, what="the prompt")
     tokenizer, module = model.need_tokenizer(), model.module(device)
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -57,10 +62,16 @@ def generate(
         seen = torch.tensor([ids[-model.context_length :]], device=device)
         # Rows beyond the tokenizer's ids are padding of the embedding.
         logits_V = module(seen)[0, -1, : tokenizer.vocab_size].double().cpu()
+        if not logits_V.isfinite().all():
+            raise NonFiniteError(
+                "the model gives logits that are not finite numbers, so it cannot write. Take an earlier checkpoint of "
+                "the run, from before it diverged."
+            )
         if temperature == 0:
             ids.append(int(logits_V.argmax()))
         else:
-            probabilities_V = torch.softmax(logits_V / temperature, dim=-1)
+            # The largest is 0: however small the temperature, no quotient is beyond all numbers but on the safe side.
+            probabilities_V = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)
             ids.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
         if ids[-1] == tokenizer.eos_id:
             break

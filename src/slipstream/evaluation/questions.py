@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.data.text_checks import check_text
 from slipstream.errors import DataError, nearest
 from slipstream.evaluation.files import read_task_files
 
@@ -99,6 +100,8 @@ def _hellaswag_records(name: str, text: str) -> list[Question]:
         endings = record.get("endings")
         if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(each, str) for each in endings)):
             raise DataError(f"{where}: 'endings' must be a list of four texts.")
+        for ending in endings:
+            check_text(ending, what=f"{where}: an ending")
         gold = _gold(str(record.get("label")), 4, where=where)
         questions.append(_hellaswag_question(f"{label}: {first} {second.capitalize()}", endings, gold))
     return questions
@@ -181,7 +184,7 @@ def _records(name: str, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         where = f"{name}, line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON: {error}. Each line must hold one JSON object.") from error
         if not isinstance(record, dict):
             raise DataError(f"{where}: a JSON object is needed.")
@@ -194,7 +197,7 @@ def _text(record: Mapping[str, Any], key: str, where: str) -> str:
             f"{where}: the field '{key}' must be a text.{nearest(key, record.keys() - {key})} Fields here: "
             f"{', '.join(record) or 'none'}."
         )
-    return str(record[key])
+    return check_text(str(record[key]), what=f"{where}: the field '{key}'")
 
 
 def _gold(text: str, num_choices: int, *, where: str) -> int:

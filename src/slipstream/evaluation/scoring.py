@@ -78,9 +78,12 @@ class Scorer:
         the last of the window before, and the last window reaches back so that it is full.
         """
         encoded = [self.tokenizer.encode(text) for text in texts]
-        windows = itertools.chain.from_iterable(self._rolled(i, ids) for i, ids in enumerate(encoded))
-        scores = self._score(list(windows), len(texts))
-        return [(score, len(ids)) for score, ids in zip(scores, encoded)]
+        return [(score, len(ids)) for score, ids in zip(self.rolling_ids(encoded), encoded)]
+
+    def rolling_ids(self, texts: Sequence[list[int]]) -> list[Score]:
+        """Score whole texts that are ids already; see :meth:`rolling`."""
+        windows = itertools.chain.from_iterable(self._rolled(i, ids) for i, ids in enumerate(texts))
+        return self._score(list(windows), len(texts))
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of a context and of what continues it, parted where the context's own ids end."""

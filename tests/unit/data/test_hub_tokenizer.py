@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from slipstream.data.hub_tokenizer import HubTokenizer, open_hub_tokenizer, write_hub_tokenizer
+from slipstream.data.text_checks import same_ids
 from slipstream.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from slipstream.errors import DataError
 
@@ -94,3 +95,26 @@ def test_what_is_missing_is_named(tmp_path):
     assert open_hub_tokenizer(tmp_path).eos_id == 7
     with pytest.raises(DataError, match="tokenizers library"):
         HubTokenizer("{}", 0)
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE", "vocab": 3}}'])
+def test_a_damaged_tokenizer_is_a_sentence(tmp_path, content):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"[Rr]estore"):
+        open_hub_tokenizer(tmp_path)
+
+
+def test_a_damaged_identity_is_a_sentence(tmp_path):
+    write_hub_tokenizer(tokenizer("bpe"), tmp_path, context_length=64)
+    (tmp_path / "slipstream_tokenizer.json").write_text(json.dumps({"name": "hub", "eos_id": None}))
+    with pytest.raises(DataError, match="has no 'eos_id'"):
+        open_hub_tokenizer(tmp_path)
+
+
+def test_tokenizers_are_told_apart_by_their_ids(tmp_path):
+    write_hub_tokenizer(ByteTokenizer(), tmp_path, context_length=64)
+    theirs = HubTokenizer((tmp_path / "tokenizer.json").read_text(), 256)
+    assert theirs.fingerprint() != ByteTokenizer().fingerprint()
+    assert same_ids(theirs, ByteTokenizer())
+    assert not same_ids(tokenizer("bpe"), ByteTokenizer())

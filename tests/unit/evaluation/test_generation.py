@@ -5,7 +5,7 @@ import torch
 
 from slipstream.config import ModelConfig
 from slipstream.data.tokenizer import ByteTokenizer
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError, NonFiniteError
 from slipstream.evaluation.generation import generate
 from slipstream.models.llama import whole_model
 from slipstream.train.trained import TrainedModel
@@ -59,3 +59,30 @@ def test_numbers_out_of_range(tmp_path):
         generate(model(tmp_path), "a", max_new_tokens=0)
     with pytest.raises(ConfigError, match="temperature is -1"):
         generate(model(tmp_path), "a", max_new_tokens=1, temperature=-1)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 5e-324, 1e-30])
+def test_the_smallest_temperatures_take_the_likeliest_token(tmp_path, temperature):
+    trained = model(tmp_path)
+    assert generate(trained, "a", max_new_tokens=9, temperature=temperature) == generate(trained, "a", max_new_tokens=9)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
+def test_a_seed_that_no_generator_takes(tmp_path, seed):
+    with pytest.raises(ConfigError, match=f"the seed is {seed}"):
+        generate(model(tmp_path), "a", max_new_tokens=1, temperature=1.0, seed=seed)
+    generate(model(tmp_path), "a", max_new_tokens=1, temperature=1.0, seed=2**64 - 1)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800b", b"caf\xe9".decode("utf-8", errors="surrogateescape")])
+def test_a_prompt_that_is_not_text(tmp_path, prompt):
+    with pytest.raises(DataError, match=r"the prompt is not text: character [13]"):
+        generate(model(tmp_path), prompt, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_gives_no_numbers_does_not_write(tmp_path, temperature):
+    trained = model(tmp_path)
+    trained.weights["head.norm.weight"].fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="cannot write"):
+        generate(trained, "a", max_new_tokens=1, temperature=temperature)

@@ -1,6 +1,7 @@
 """Task files -> prompts as lm-eval writes them; a wrong format names file and line."""
 
 import bz2
+import gzip
 import json
 import tarfile
 
@@ -147,3 +148,40 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "torn.jsonl.xz").write_bytes(b"no archive")
     with pytest.raises(DataError, match="cannot read"):
         read_questions("blimp", tmp_path / "torn.jsonl.xz")
+
+
+def test_what_lies_beside_questions_is_passed_over(tmp_path):
+    (tmp_path / "h.txt").write_text(HELLASWAG)
+    for name in ("README.txt", "readme.jsonl", "LICENSE.txt", "._h.txt", ".hidden.txt", "notes.md"):
+        (tmp_path / name).write_text("This is no question.\n")
+    assert len(read_questions("hellaswag", tmp_path)) == 2
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        for path in sorted(tmp_path.glob("[!a]*.txt")):
+            archive.add(path, f"hellaswag/{path.name}")
+    assert len(read_questions("hellaswag", tmp_path / "all.tar")) == 2
+
+
+def test_a_readme_that_is_asked_for_is_read(tmp_path):
+    (tmp_path / "README.txt").write_text(HELLASWAG)
+    assert len(read_questions("hellaswag", tmp_path / "README.txt")) == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "record"),
+    [
+        ("blimp", {"sentence_good": "Cats \ud800 run.", "sentence_bad": "Cats runs."}),
+        ("hellaswag", {"activity_label": "A", "ctx_a": "b", "ctx_b": "c", "endings": ["\udfff"] * 4, "label": 0}),
+    ],
+)
+def test_half_a_character_names_its_line(tmp_path, task, record):
+    (tmp_path / "p.jsonl").write_text("\n" + json.dumps(record) + "\n")
+    with pytest.raises(DataError, match=r"p\.jsonl, line 2: .* is not text"):
+        read_questions(task, tmp_path / "p.jsonl")
+
+
+def test_a_torn_archive_is_a_sentence(tmp_path):
+    packed = bytearray(gzip.compress(HELLASWAG.encode() * 20))
+    packed[30:60] = bytes(30)
+    (tmp_path / "h.txt.gz").write_bytes(packed)
+    with pytest.raises(DataError, match="cannot read"):
+        read_questions("hellaswag", tmp_path / "h.txt.gz")
