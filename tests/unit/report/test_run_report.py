@@ -1,0 +1,218 @@
+"""`slipstream report`: what is said is what the files hold."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from tests.unit.report.fake_runs import expert_run, pipeline_run, worker_run, write_lines, write_run
+from tests.unit.report.test_report import Tags
+
+from slipstream.cli import main
+from slipstream.errors import ConfigError
+from slipstream.report.run_charts import spike_steps
+from slipstream.report.run_report import render_runs, write_run_report
+from slipstream.report.run_staleness import staleness_counts
+from slipstream.report.run_timeline import measured_timeline
+from slipstream.report.run_verdict import verdict
+from slipstream.report.run_workers import worker_shares
+from slipstream.report.runs import open_runs
+from slipstream.train.metrics import read_json_lines
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    pipeline_run(folder / "sync", schedule="one_f_one_b", step_s=0.1, bubble=0.3, end_loss=1.5)
+    pipeline_run(folder / "late", delay=1, step_s=0.05, end_loss=1.6)
+    worker_run(folder / "workers")
+    expert_run(folder / "experts")
+    return folder
+
+
+def parsed(html: str) -> Tags:
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == []
+    return tags
+
+
+def sentences(*paths):
+    return verdict(open_runs(paths))
+
+
+def test_everything_there_is_has_a_picture(folder):
+    html = render_runs(open_runs([folder / name for name in ("sync", "late", "workers", "experts")]))
+    headings = ["sync / late / workers / experts", "Loss", "Validation", "Speed", "Staleness", "Stability", "Experts"]
+    headings += ["Methods against staleness", "Pipeline", "Workers", "Figures", "Settings that differ"]
+    assert parsed(html).headings == headings
+    assert not re.search(
+        r"https?:|//[a-z]|@import|<script|<link|<img|src=", html.replace("http://www.w3.org/2000/svg", "")
+    )
+    assert not re.search(r'(points|cx|cy|x|y|width|height)="[^"]*(nan|inf)', html)
+
+
+def test_what_is_not_there_has_none(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=30, evaluate_every=30)
+    assert parsed(render_runs(open_runs([run]))).headings == [
+        "run",
+        "Loss",
+        "Speed",
+        "Staleness",
+        "Stability",
+        "Figures",
+        "Settings other than the defaults",
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 7])
+def test_a_run_that_has_only_begun_can_be_drawn(tmp_path, num_steps):
+    run = write_run(tmp_path / "run", num_steps=num_steps, evaluate_every=99)
+    (run / "summary.json").unlink()
+    html = render_runs(open_runs([run]))
+    assert "ended at step" in html
+    assert not re.search(r'(points|cx|cy|x|y|width|height)="[^"]*(nan|inf)', html)
+
+
+def test_one_run_in_sentences(folder):
+    first, second, *more = sentences(folder / "late")
+    last = read_json_lines(folder / "late" / "evaluations.jsonl")[-1]
+    assert f"from 5.650 to {last['val_loss']:.3f} nats per token" in first
+    assert "in 400 steps, 409.6k tokens, 20s of training" in first
+    assert second.startswith("20,480 tokens a second; ranks idle 0.0% of the time; gradients 1.00 updates stale")
+    assert [each for each in more if each] == []
+
+
+def test_two_runs_are_compared_in_loss_and_time(folder):
+    loss, chance, time, speed, *_ = sentences(folder / "sync", folder / "late")
+    assert loss == "sync has the lowest validation loss, 1.550 nats per token: late is 0.100 above it."
+    assert "may be chance" in chance
+    assert speed == "Tokens a second: late 20,480; sync 10,240; the fastest is 2.00 times the slowest."
+    assert re.match(r"To a training loss of 1\.5\d\d, which all reach, it takes sync \d+s and .* late \d+s", time)
+    assert "sync is there first" in time, "the late one is still on its way down"
+
+
+def test_who_takes_half_the_time_is_there_twice_as_fast(tmp_path):
+    slow = write_run(tmp_path / "slow", step_s=0.1)
+    fast = write_run(tmp_path / "fast", step_s=0.05)
+    (time,) = [each for each in sentences(slow, fast) if "which all reach" in each]
+    assert time.endswith("fast is there first, 2.00 times as fast as slow.")
+    tokens = re.findall(r"and ([\d.]+k) tokens", time)
+    assert len(tokens) == 2
+    assert tokens[0] == tokens[1]
+
+
+def test_losses_of_other_data_are_not_compared(folder, tmp_path):
+    other = write_run(tmp_path / "other", {"data": {"path": "elsewhere"}})
+    found = sentences(folder / "sync", other)
+    assert found[0] == "The runs read different data, so their losses cannot be compared."
+    assert not [each for each in found if "lowest validation" in each or "which all reach" in each]
+
+
+def test_a_run_that_was_better_before_is_told(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=100)
+    rows = read_json_lines(run / "evaluations.jsonl")
+    write_lines(run / "evaluations.jsonl", [*rows[:-1], rows[-1] | {"val_loss": rows[-2]["val_loss"] + 0.2}])
+    found = f"It was better before: {rows[-2]['val_loss']:.3f} at step 50, 0.200 below the newest."
+    assert found in sentences(run)
+
+
+def test_troubles_are_named(folder):
+    assert spike_steps(open_runs([folder / "experts"])[0]) == {300: "loss and gradient norm"}
+    (trouble,) = [each for each in sentences(folder / "experts") if "spike" in each]
+    assert trouble == (
+        "1 update skipped for a gradient that was not finite; 1 spike of loss or gradient norm, at step 300."
+    )
+    html = render_runs(open_runs([folder / "experts"]))
+    assert (
+        "step 300: loss and gradient norm spikes. Loss 6.000, gradient norm 9, staleness 1.0 in the mean, 3 at" in html
+    )
+
+
+def test_workers_shares_and_ledger(folder, tmp_path):
+    (run,) = open_runs([folder / "workers"])
+    shares = worker_shares(run)
+    assert [each.microbatches for each in shares] == [308, 307, 308, 77]
+    assert shares[3].share == pytest.approx(0.077)
+    assert shares[3].fair == pytest.approx(0.25 / 3.25)
+    assert shares[0].staleness == pytest.approx((175 + 2 * 50) / 250)
+    assert staleness_counts(run) == {0: 100, 1: 700, 2: 200}
+    (sentence,) = [each for each in verdict([run]) if "ledger" in each]
+    assert sentence == (
+        "4 workers trained at 96.7% of the sum of their own speeds; the ledger balances: 409,600 tokens committed, "
+        "128 dropped; 2 gradients rejected; 1 restart of workers."
+    )
+    (live,) = open_runs([worker_run(tmp_path / "live", finished=False)])
+    assert [each.microbatches for each in worker_shares(live)] == [308, 307, 308, 77], "from the newest row"
+    assert worker_shares(live)[0].staleness is None
+
+
+def test_the_pipeline_is_drawn_as_it_ran_beside_its_simulation(folder):
+    (run,) = open_runs([folder / "late"])
+    timeline = measured_timeline(run)
+    assert len(timeline.ranks) == 3
+    assert timeline.step_time_ms == pytest.approx(10.2)  # three microbatches of 3 ms, a step of 0.4, and messages
+    html = render_runs([run])
+    assert "as it ran" in html
+    assert "its schedule, simulated with its median times" in html
+    assert html.count("10.2 ms a step") == 1
+    assert html.count("9.4 ms a step") == 1, "in the simulation messages cost nothing"
+
+
+def test_a_damaged_trace_is_left_out(folder, tmp_path):
+    run = pipeline_run(tmp_path / "run", num_steps=20)
+    (run / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    assert "Pipeline" not in parsed(render_runs(open_runs([run]))).headings
+
+
+def test_tokens_and_time_add_up_over_rows(folder):
+    (run,) = open_runs([folder / "sync"])
+    assert run.tokens[-1] == 400 * 1024
+    assert run.seconds[-1] == pytest.approx(40.0)
+    places, losses = run.validation(run.seconds)
+    assert places[:3] == pytest.approx([0.0, 5.0, 10.0])
+    assert len(losses) == 9
+    assert np.isfinite(losses).all()
+
+
+def test_names_are_told_apart_and_settings_that_differ_listed(tmp_path):
+    first = write_run(tmp_path / "a" / "run", {"optim": {"lr": 0.5}}, num_steps=5)
+    second = write_run(tmp_path / "b" / "run", {"optim": {"lr": 0.25}}, num_steps=5)
+    html = render_runs(open_runs([first, second]))
+    assert "<td>a/run</td>" not in html
+    assert '<td class="name">a/run</td>' in html
+    table = html[html.index("Settings that differ") :]
+    assert '<td class="name">optim.lr</td><td>0.5</td><td>0.25</td>' in table
+    assert "run_dir</td>" not in table
+
+
+def test_the_command_writes_says_and_prints_json(folder, tmp_path, capsys):
+    out = tmp_path / "both.html"
+    assert main(["report", str(folder / "sync"), str(folder / "late"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
+    assert main(["report", str(folder / "workers"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["out"] == str(folder / "workers" / "report.html")
+    assert found["runs"]["workers"]["num_tokens"] == 400 * 1024
+    assert any("ledger" in sentence for sentence in found["verdict"])
+    assert main(["report", str(folder / "workers")]) == 0, "its own report may be written again"
+
+
+def test_bad_input_is_refused_and_nothing_is_lost(folder, tmp_path):
+    mine = tmp_path / "mine.html"
+    mine.write_text("my page")
+    with pytest.raises(ConfigError, match=r"mine\.html exists and is no report of Slipstream"):
+        write_run_report([folder / "sync"], mine)
+    assert mine.read_text() == "my page"
+    with pytest.raises(ConfigError, match=r"is no run directory: it has no config\.toml"):
+        write_run_report([tmp_path])
+    with pytest.raises(ConfigError, match="is given twice"):
+        write_run_report([folder / "sync", folder / "late" / ".." / "sync"])
+    with pytest.raises(ConfigError, match="Give --out a file in a folder that exists"):
+        write_run_report([folder / "sync"], tmp_path / "no" / "such.html")
+    empty = write_run(tmp_path / "empty", num_steps=2)
+    (empty / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="has made no step yet"):
+        write_run_report([empty])
+    with pytest.raises(ConfigError, match="17 runs are too many"):
+        write_run_report([f"run-{number}" for number in range(17)])
