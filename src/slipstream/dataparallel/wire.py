@@ -96,6 +96,19 @@ class Wire(abc.ABC):
                 arrived[name] = found
         return arrived, meter.sent([name for name, tensor in tensors.items() if tensor is None])
 
+    def packed(
+        self, tensors: Mapping[str, Tensor | None], *, key: int
+    ) -> tuple[dict[str, dict[str, Tensor | None]], Sent]:
+        """Return a gradient as it is sent, by part and name, and what it takes; the arguments are those of `carry`."""
+        held: dict[str, dict[str, Tensor | None]] = collections.defaultdict(lambda: dict.fromkeys(tensors))
+        meter = _Meter()
+        for name, tensor, parts in self.encoded(tensors, key=key):
+            for part, each in parts.items():
+                held[part][name] = each
+            if tensor is not None:
+                meter.add(tensor, parts, self.decode(parts))
+        return held, meter.sent([name for name, tensor in tensors.items() if tensor is None])
+
     def encoded(self, tensors: Mapping[str, Tensor | None], *, key: int) -> Iterator[tuple[str, Tensor | None, Parts]]:
         """Yield each tensor by name, and as it is sent: nothing, of one that is not there."""
         generator = None
@@ -239,17 +252,10 @@ class PushSlots:
             tensors: By name.
             key: As for :meth:`Wire.carry`.
         """
-        held: dict[str, dict[str, Tensor | None]] = {part: dict.fromkeys(self._names) for part in self._slots}
-        meter = _Meter()
-        for name, tensor, parts in self._wire.encoded(tensors, key=key):
-            for part, each in parts.items():
-                held[part][name] = each
-            if tensor is not None:
-                meter.add(tensor, parts, self._wire.decode(parts))
-        idle: tuple[str, ...] = ()
+        held, sent = self._wire.packed(tensors, key=key)
         for part, slots in self._slots.items():
-            idle = slots.write(sequence, held[part])
-        return meter.sent(idle)
+            slots.write(sequence, held[part])
+        return sent
 
     def read(self, sequence: int, idle: tuple[str, ...]) -> dict[str, Tensor | None]:
         """Return the gradient of a push, which may be changed.
