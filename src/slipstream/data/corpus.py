@@ -1,10 +1,14 @@
 """A set of documents and the rule that puts each on one side of the split."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
-from slipstream.data.sources import Document, SourceFile, cut_blocks, read_chunks, read_documents
+from slipstream.data.files import SourceFile
+from slipstream.data.processes import Processes
+from slipstream.data.records import Document
+from slipstream.data.sources import cut_blocks, read_chunks, read_documents
 from slipstream.errors import DataError
 
 # A lone text is cut into about 100 blocks, which are large beside a sequence and small beside the text.
@@ -25,27 +29,31 @@ class Corpus:
     block_chars: int | None = None
     """Set where the only document is cut into blocks."""
 
-    def documents(self) -> Iterator[tuple[int, Document]]:
-        """Yield the index of the file and the document, empty ones too."""
-        for index, file in enumerate(self.files):
-            if self.block_chars is None:
-                for document in read_documents(file, text_field=self.text_field, split_key=self.split_key):
-                    yield index, document
-            else:
-                for block in cut_blocks(self._text(file), block_chars=self.block_chars):
-                    yield index, Document(text=block)
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents of all files in order, empty ones too."""
+        for file in self.files:
+            yield from self.documents_of(file)
 
-    def hash(self, document: Document) -> int:
-        """Return the hash that decides the document's side, 0 to 2^64 - 1."""
-        key = document.text if document.group is None else document.group
-        hasher = hashlib.sha256(self.salt.encode() + b"\0")
-        hasher.update(key.encode())
-        return int.from_bytes(hasher.digest()[:8], "big")
+    def documents_of(self, file: SourceFile) -> Iterator[Document]:
+        """Yield the documents of a file, empty ones too."""
+        if self.block_chars is None:
+            yield from read_documents(file, text_field=self.text_field, split_key=self.split_key)
+        else:
+            for block in cut_blocks(self._text(file), block_chars=self.block_chars):
+                yield Document(text=block)
 
     def _text(self, file: SourceFile) -> Iterator[str]:
         if file.is_text:
             return read_chunks(file)
         return (document.text for document in read_documents(file, text_field=self.text_field, split_key=None))
+
+
+def split_hash(document: Document, salt: str) -> int:
+    """Return the hash that decides a document's side, 0 to 2^64 - 1."""
+    key = document.text if document.group is None else document.group
+    hasher = hashlib.sha256(salt.encode() + b"\0")
+    hasher.update(key.encode())
+    return int.from_bytes(hasher.digest()[:8], "big")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,12 +73,17 @@ class Survey:
     """All of them, where the only document was cut into blocks."""
 
 
-def survey(corpus: Corpus, *, report: Callable[[int], None]) -> tuple[Corpus, Survey]:
+Report = Callable[[int], None]
+"""Is told the bytes of text done so far."""
+
+
+def survey(corpus: Corpus, *, processes: Processes, report: Report) -> tuple[Corpus, Survey]:
     """Read everything once; where there is only one document, cut it into blocks and survey these.
 
     Args:
         corpus: Documents not yet cut.
-        report: Called with the bytes of text read so far.
+        processes: Share the files among them.
+        report: Is told the bytes of text read so far.
 
     Returns:
         The corpus, cut into blocks where that was needed, and what is in it.
@@ -84,13 +97,13 @@ def survey(corpus: Corpus, *, report: Callable[[int], None]) -> tuple[Corpus, Su
     if lone_text:
         num_chars = sum(len(chunk) for chunk in read_chunks(corpus.files[0]))
     else:
-        found = _survey(corpus, report)
+        found = _survey(corpus, processes, report)
         if sum(found.documents) != 1 or corpus.split_key is not None:
             return corpus, found
         num_chars = found.num_chars
     block_chars = min(max(num_chars // _BLOCKS, _MIN_BLOCK_CHARS), _MAX_BLOCK_CHARS)
     corpus = dataclasses.replace(corpus, block_chars=block_chars)
-    return corpus, _survey(corpus, report)
+    return corpus, _survey(corpus, processes, report)
 
 
 def split_threshold(found: Survey, corpus: Corpus, *, validation_fraction: float) -> int:
@@ -123,19 +136,42 @@ def split_threshold(found: Survey, corpus: Corpus, *, validation_fraction: float
     return min(max(threshold, found.lowest + 1), found.highest)
 
 
-def _survey(corpus: Corpus, report: Callable[[int], None]) -> Survey:
-    found = Survey(documents=[0] * len(corpus.files), empty_documents=[0] * len(corpus.files))
-    for index, document in corpus.documents():
+def _survey(corpus: Corpus, processes: Processes, report: Report) -> Survey:
+    found = Survey(documents=[], empty_documents=[])
+    surveys: Iterator[Survey]
+    if processes.count == 1:
+        surveys = (_survey_file(corpus, file, done=found, report=report) for file in corpus.files)
+    else:
+        surveys = processes.in_order(functools.partial(_survey_file, corpus), corpus.files)
+    for each in surveys:
+        found.documents += each.documents
+        found.empty_documents += each.empty_documents
+        found.num_bytes += each.num_bytes
+        found.num_chars += each.num_chars
+        found.lowest = min(found.lowest, each.lowest)
+        found.highest = max(found.highest, each.highest)
+        found.block_hashes += each.block_hashes
+        report(found.num_bytes)
+    return found
+
+
+def _survey_file(
+    corpus: Corpus, file: SourceFile, *, done: Survey | None = None, report: Report = lambda done: None
+) -> Survey:
+    """Survey one file; ``report`` is told the bytes of ``done`` and of this file so far."""
+    found = Survey(documents=[0], empty_documents=[0])
+    before = 0 if done is None else done.num_bytes
+    for document in corpus.documents_of(file):
         if document.is_empty:
-            found.empty_documents[index] += 1
+            found.empty_documents[0] += 1
             continue
-        value = corpus.hash(document)
-        found.documents[index] += 1
+        value = split_hash(document, corpus.salt)
+        found.documents[0] += 1
         found.num_bytes += document.num_bytes
         found.num_chars += len(document.text)
         found.lowest = min(found.lowest, value)
         found.highest = max(found.highest, value)
         if corpus.block_chars is not None:
             found.block_hashes.append(value)
-        report(found.num_bytes)
+        report(before + found.num_bytes)
     return found

@@ -193,6 +193,10 @@ class Loader:
         """
         return num_steps * self.batch_size / self.num_sequences
 
+    def extent(self, num_steps: int) -> str:
+        """Return in words what ``num_steps`` batches read."""
+        return f"{self.epochs_for(num_steps):.2f} epochs of {len(self._tokens)} training tokens"
+
     def _iterate(self, cursor: int, index: int) -> Iterator[tuple[Batch, LoaderState]]:
         while not (self.sequential and cursor >= self.num_sequences):
             inputs, targets = self.sequences(cursor, self.batch_size)

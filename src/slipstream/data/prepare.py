@@ -1,6 +1,7 @@
 """Text files -> packed token shards in two splits, with a manifest.
 
-The text is read twice (three times with a BPE tokenizer to train), one document at a time::
+The text is read twice (three times with a BPE tokenizer to train), one document at a time; several processes may share
+the work, which changes nothing of what is written::
 
     survey   every fault is found, documents are counted, hashes bounded    nothing written yet
     train    BPE alone: from the documents of the training split
@@ -9,29 +10,46 @@ The text is read twice (three times with a BPE tokenizer to train), one document
 The shards are written beside the target and renamed at the end: the target is complete or not there.
 """
 
+import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from slipstream.data.corpus import Corpus, Survey, split_threshold, survey
+from slipstream.data.files import SourceFile, find_files
 from slipstream.data.manifest import MANIFEST_FILE, Manifest, SourceInfo, SplitInfo, SplitRule, TokenizerInfo
+from slipstream.data.packing import Packed, SplitAt, pack_in_order
+from slipstream.data.processes import Processes
+from slipstream.data.records import Document
 from slipstream.data.shards import SPLITS, ShardWriter, Split, sync
-from slipstream.data.sources import Document, SourceFile, find_files
 from slipstream.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from slipstream.errors import ConfigError, DataError, nearest
 
-Progress = Callable[[str, int, int], None]
-"""Called now and then with the phase (`survey`, `train tokenizer`, `write`), bytes of text done, and bytes in all (0
-while unknown)."""
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a preparation is."""
+
+    phase: Literal["survey", "train tokenizer", "write"]
+    num_bytes: int
+    """Of text, done in this phase."""
+    total_bytes: int
+    """Of text, in all; 0 while unknown."""
+    num_tokens: int = 0
+    """Written."""
+
 
 _ENCODE_CHARS = 2**22
+_LEARN_BYTES = 2**28
+_SHARED_BYTES = 2**25
+
+VOCAB_SIZE = 4096
+"""Tokens of a BPE to train, where nothing else is asked for."""
 
 
 def prepare(
@@ -39,13 +57,14 @@ def prepare(
     out: str | Path,
     *,
     tokenizer: Literal["bytes", "bpe"] | Tokenizer = "bytes",
-    vocab_size: int = 4096,
+    vocab_size: int = VOCAB_SIZE,
     text_field: str = "text",
     split_key: str | None = None,
     validation_fraction: float = 0.1,
     shard_tokens: int = 2**26,
     salt: str = "",
-    progress: Progress | None = None,
+    num_workers: int | None = 1,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
     """Turn files of text into a folder of token shards for training and validation.
 
@@ -54,15 +73,20 @@ def prepare(
     The same text and settings give the same files, byte for byte.
 
     Args:
-        sources: Files named `.txt`, `.txt.gz`, `.jsonl` or `.jsonl.gz`, and folders of them.
+        sources: Files named `.txt` or `.jsonl`, also with `.gz` or `.zst` after it, `.parquet` or `.arrow`, and folders
+            of them.
         out: The folder to make; must not exist, or be empty.
-        tokenizer: `bytes`; `bpe`, trained on the training split alone; or one that exists.
+        tokenizer: `bytes`; `bpe`, trained on the training split alone, and on about 256 MB of it at most; or one that
+            exists.
         vocab_size: Most tokens of the BPE to train, from 257; without effect otherwise.
-        text_field: Field of `.jsonl` records that holds the text.
-        split_key: Field of `.jsonl` records whose equal values stay on one side, such as the author.
+        text_field: Field of records that holds the text.
+        split_key: Field of records whose equal values stay on one side, such as the author.
         validation_fraction: About this part of documents, groups or blocks is held out; above 0, below 1.
         shard_tokens: Most ids in a file, from 1.
         salt: Any text; another one gives another split.
+        num_workers: Processes that read files and encode, from 1, which is this one alone; none: one for each core,
+            where there is enough text. A program that gives more than 1 needs the usual
+            ``if __name__ == "__main__":``.
         progress: Called as the work goes on.
 
     Returns:
@@ -73,30 +97,64 @@ def prepare(
         DataError: Text that cannot be read or used as it is (see :mod:`slipstream.data.sources`), that is too little
             for two splits, or a folder that cannot be written.
 
-    Cost: memory for one document and for about 4 MB of text being encoded.
+    Cost: memory for one document and for about 4 MB of text being encoded, three times that for each further process.
     """
     _check_settings(tokenizer, vocab_size, validation_fraction=validation_fraction, shard_tokens=shard_tokens)
+    if num_workers is not None and num_workers < 1:
+        raise ConfigError(f"num_workers is {num_workers}; at least 1 process has to work. Give 1 or more.")
     out = Path(out)
     _check_target(out)
     files = find_files(sources)
     corpus = Corpus(files=files, text_field=text_field, split_key=split_key, salt=salt)
-    corpus, found = survey(corpus, report=_reporter(progress, "survey", 0))
-    threshold = split_threshold(found, corpus, validation_fraction=validation_fraction)
+    with Processes(num_workers or _num_workers(files)) as processes:
+        return _prepare(
+            corpus,
+            out,
+            tokenizer,
+            processes=processes,
+            vocab_size=vocab_size,
+            validation_fraction=validation_fraction,
+            shard_tokens=shard_tokens,
+            progress=progress or (lambda progress: None),
+        )
+
+
+def _prepare(
+    corpus: Corpus,
+    out: Path,
+    tokenizer: Literal["bytes", "bpe"] | Tokenizer,
+    *,
+    processes: Processes,
+    vocab_size: int,
+    validation_fraction: float,
+    shard_tokens: int,
+    progress: Callable[[Progress], None],
+) -> Manifest:
+    corpus, found = survey(
+        corpus,
+        processes=processes,
+        report=lambda done: progress(Progress(phase="survey", num_bytes=done, total_bytes=0)),
+    )
+    split = SplitAt(salt=corpus.salt, threshold=split_threshold(found, corpus, validation_fraction=validation_fraction))
     if tokenizer == "bytes":
         tokenizer = ByteTokenizer()
     elif isinstance(tokenizer, str):
-        report = _reporter(progress, "train tokenizer", found.num_bytes)
-        tokenizer = train_bpe(_training_texts(corpus, threshold, report=report), vocab_size=vocab_size)
+        texts = _training_texts(corpus, split, total_bytes=found.num_bytes, progress=progress)
+        tokenizer = train_bpe(texts, vocab_size=vocab_size)
     with _complete_or_nothing(out) as folder:
-        report = _reporter(progress, "write", found.num_bytes)
-        splits = _write_shards(folder, corpus, threshold, tokenizer, shard_tokens=shard_tokens, report=report)
-        if sum(split.num_bytes for split in splits.values()) != found.num_bytes:
+        packed = pack_in_order(_batches(corpus), tokenizer=tokenizer, split=split, processes=processes)
+        writers = {
+            side: ShardWriter(folder, side, vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens)
+            for side in SPLITS
+        }
+        splits = _write_shards(writers, packed, total_bytes=found.num_bytes, progress=progress)
+        if sum(side.num_bytes for side in splits.values()) != found.num_bytes:
             raise DataError("the text changed while it was read. Prepare it again when nothing writes to it.")
         manifest = Manifest(
             tokenizer=_tokenizer_info(tokenizer),
-            split_rule=_split_rule(corpus, threshold, validation_fraction=validation_fraction),
+            split_rule=_split_rule(corpus, split.threshold, validation_fraction=validation_fraction),
             splits=splits,
-            sources=_source_infos(files, found),
+            sources=_source_infos(corpus.files, found, processes),
         )
         tokenizer.save(folder)
         with (folder / MANIFEST_FILE).open("wb") as stream:
@@ -108,6 +166,11 @@ def prepare(
 def builtin_source() -> Traversable:
     """Return the text that ships with the package: 1.1 MB of Shakespeare's plays, in the public domain."""
     return resources.files("slipstream.data") / "texts" / "shakespeare.txt.gz"
+
+
+def _num_workers(files: Sequence[SourceFile]) -> int:
+    """Return the cores, or 1 where processes would take longer to start than the text to encode."""
+    return (os.cpu_count() or 1) if sum(file.num_bytes for file in files) >= _SHARED_BYTES else 1
 
 
 def _check_settings(
@@ -135,57 +198,64 @@ def _check_target(out: Path) -> None:
         raise DataError(f"cannot use the folder {out}: {error.strerror}. Give another.") from error
 
 
-def _training_texts(corpus: Corpus, threshold: int, *, report: Callable[[int], None]) -> Iterator[str]:
-    done = 0
-    for _, document in corpus.documents():
-        if not document.is_empty and corpus.hash(document) >= threshold:
+def _training_texts(
+    corpus: Corpus, split: SplitAt, *, total_bytes: int, progress: Callable[[Progress], None]
+) -> Iterator[str]:
+    """Yield the training side, of a large corpus an even sample: more text hardly changes what is learnt."""
+    sample = SplitAt(salt=f"tokenizer {split.salt}", threshold=min(2**64, 2**64 * _LEARN_BYTES // total_bytes))
+    done, is_first = 0, True
+    for document in corpus.documents():
+        if document.is_empty:
+            continue
+        if split.side(document) == "train" and (is_first or sample.takes(document)):
+            is_first = False
             yield document.text
         done += document.num_bytes
-        report(done)
+        progress(Progress(phase="train tokenizer", num_bytes=done, total_bytes=total_bytes))
 
 
 def _write_shards(
-    folder: Path,
-    corpus: Corpus,
-    threshold: int,
-    tokenizer: Tokenizer,
+    writers: dict[Split, ShardWriter],
+    packed: Iterable[dict[Split, Packed]],
     *,
-    shard_tokens: int,
-    report: Callable[[int], None],
+    total_bytes: int,
+    progress: Callable[[Progress], None],
 ) -> dict[str, SplitInfo]:
-    end = np.array([tokenizer.eos_id])
     documents = dict.fromkeys(SPLITS, 0)
     num_bytes = dict.fromkeys(SPLITS, 0)
+    num_tokens = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(
-                ShardWriter(folder, split, vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens)
+        for writer in writers.values():
+            stack.enter_context(writer)
+        for batch in packed:
+            for side, part in batch.items():
+                writers[side].write(part.ids)
+                documents[side] += part.documents
+                num_bytes[side] += part.num_bytes
+                num_tokens[side] += len(part.ids)
+            progress(
+                Progress(
+                    phase="write",
+                    num_bytes=sum(num_bytes.values()),
+                    total_bytes=total_bytes,
+                    num_tokens=sum(num_tokens.values()),
+                )
             )
-            for split in SPLITS
-        }
-        for batch in _batches(corpus):
-            for document, ids in zip(batch, tokenizer.encode_batch([document.text for document in batch])):
-                split: Split = "validation" if corpus.hash(document) < threshold else "train"
-                writers[split].write(ids)
-                writers[split].write(end)
-                documents[split] += 1
-                num_bytes[split] += document.num_bytes
-            report(sum(num_bytes.values()))
     return {
-        split: SplitInfo(
-            documents=documents[split],
-            num_bytes=num_bytes[split],
-            num_tokens=sum(shard.num_tokens for shard in writers[split].shards),
-            shards=writers[split].shards,
+        side: SplitInfo(
+            documents=documents[side],
+            num_bytes=num_bytes[side],
+            num_tokens=num_tokens[side],
+            shards=writers[side].shards,
         )
-        for split in SPLITS
+        for side in SPLITS
     }
 
 
 def _batches(corpus: Corpus) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_chars = 0
-    for _, document in corpus.documents():
+    for document in corpus.documents():
         if document.is_empty:
             continue
         batch.append(document)
@@ -216,14 +286,12 @@ def _split_rule(corpus: Corpus, threshold: int, *, validation_fraction: float) -
     )
 
 
-def _source_infos(files: Sequence[SourceFile], found: Survey) -> list[SourceInfo]:
-    infos = []
-    for file, documents, empty in zip(files, found.documents, found.empty_documents):
-        num_bytes, sha256 = file.digest()
-        infos.append(
-            SourceInfo(name=file.name, num_bytes=num_bytes, sha256=sha256, documents=documents, empty_documents=empty)
-        )
-    return infos
+def _source_infos(files: Sequence[SourceFile], found: Survey, processes: Processes) -> list[SourceInfo]:
+    digests = processes.in_order(SourceFile.digest, files)
+    return [
+        SourceInfo(name=file.name, num_bytes=num_bytes, sha256=sha256, documents=documents, empty_documents=empty)
+        for file, (num_bytes, sha256), documents, empty in zip(files, digests, found.documents, found.empty_documents)
+    ]
 
 
 @contextmanager
@@ -241,11 +309,3 @@ def _complete_or_nothing(out: Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _reporter(progress: Progress | None, phase: str, total: int) -> Callable[[int], None]:
-    def report(done: int) -> None:
-        if progress is not None:
-            progress(phase, done, total)
-
-    return report

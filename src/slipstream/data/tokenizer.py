@@ -17,6 +17,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from slipstream.data.words import WordEncoder
 from slipstream.errors import ConfigError, DataError
 
 IDENTITY_FILE = "slipstream_tokenizer.json"
@@ -26,8 +27,8 @@ BPE_FILE = "tokenizer.json"
 EOS_TEXT = "<|endoftext|>"
 """Name of the end-of-document id in the vocabulary of a BPE tokenizer."""
 
-PIECE_CHARS = 8192
-SLAB_PIECES = 512
+PIECE_CHARS = 2048
+SLAB_PIECES = 2048
 # `\n` after a sign that is not white space always begins a new word of the byte-level pattern, which looks ahead but
 # never back. Cutting just before it therefore changes no token. (U+180E once counted as white space.)
 _SAFE_CUT = re.compile(r"(?<=[^\s\u180e])\n")
@@ -142,6 +143,7 @@ class BpeTokenizer:
         self._backend.add_special_tokens([EOS_TEXT])
         # A text that spells <|endoftext|> is a text like any other.
         self._backend.encode_special_tokens = True
+        self._words = WordEncoder(self._backend)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -151,15 +153,19 @@ class BpeTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
         """Return the ids of each text, shape (number of tokens,).
 
-        Long texts are cut where no token can cross, so that all cores share them.
+        Long texts are cut where no token can cross, so that rare characters slow down their surroundings alone.
         """
         parts: list[list[npt.NDArray[np.uint32]]] = [[np.empty(0, dtype=np.uint32)] for _ in texts]
         pieces = ((i, piece) for i, text in enumerate(texts) for piece in cut_pieces(text))
         # In slabs, because the backend's own result takes far more memory than the ids.
         while slab := list(itertools.islice(pieces, SLAB_PIECES)):
-            encoded = self._backend.encode_batch_fast([piece for _, piece in slab])
-            for (i, _), encoding in zip(slab, encoded):
-                parts[i].append(np.array(encoding.ids, dtype=np.uint32))
+            encoded = self._words.encode([piece for _, piece in slab])
+            others = [number for number, ids in enumerate(encoded) if ids is None]
+            for number, encoding in zip(others, self._backend.encode_batch_fast([slab[i][1] for i in others])):
+                encoded[number] = np.array(encoding.ids, dtype=np.uint32)
+            for (i, _), ids in zip(slab, encoded):
+                assert ids is not None
+                parts[i].append(ids)
         return [np.concatenate(arrays) for arrays in parts]
 
     def decode(self, ids: Iterable[int]) -> str:

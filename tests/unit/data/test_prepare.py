@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.data import ByteTokenizer, Dataset, builtin_source, load_tokenizer, open_data, prepare, read_manifest
+from slipstream.data import (
+    ByteTokenizer,
+    Dataset,
+    Progress,
+    builtin_source,
+    load_tokenizer,
+    open_data,
+    prepare,
+    read_manifest,
+)
+from slipstream.data import tokenizer as tokenizer_module
 from slipstream.errors import ConfigError, DataError
 
 WORDS = ["king", "sword", "night", "the", "of", "and", "ghost", "Où", "love", "crown"]
@@ -188,6 +198,28 @@ def test_bpe_learns_from_the_training_side_alone(tmp_path) -> None:
     assert load_tokenizer(tmp_path / "marked").fingerprint() == load_tokenizer(tmp_path / "unmarked").fingerprint()
 
 
+def test_bpe_of_a_large_corpus_learns_from_a_sample(tmp_path, monkeypatch) -> None:
+    source = write_records(tmp_path / "a.jsonl", records(300))
+    learnt = []
+    for limit in (10, 5_000, 10**9):
+        monkeypatch.setattr(sys.modules["slipstream.data.prepare"], "_LEARN_BYTES", limit)
+        texts: list[str] = []
+        real = tokenizer_module.train_bpe
+
+        def spy(given, *, vocab_size: int, texts: list[str] = texts):
+            texts += given
+            return real(texts, vocab_size=vocab_size)
+
+        monkeypatch.setattr(sys.modules["slipstream.data.prepare"], "train_bpe", spy)
+        prepare([source], tmp_path / str(limit), tokenizer="bpe", vocab_size=300)
+        assert set(texts) <= set(documents(open_data(tmp_path / str(limit)), "train"))
+        learnt.append(len(texts))
+    size = read_manifest(tmp_path / "10").splits["train"].documents
+    assert 1 <= learnt[0] < 4
+    assert 60 < learnt[1] < 200
+    assert learnt[2] == size > 250
+
+
 def test_tokenizer_that_exists_is_used(tmp_path) -> None:
     source = write_records(tmp_path / "a.jsonl", records(50))
     prepare([source], tmp_path / "first", tokenizer="bpe", vocab_size=300)
@@ -205,6 +237,39 @@ def test_same_text_gives_the_same_files(tmp_path, tokenizer: str) -> None:
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
+def test_processes_change_nothing(tmp_path, monkeypatch) -> None:
+    """One set of files, by this process and by three, in many batches; a fault is the same sentence either way."""
+    monkeypatch.setattr(sys.modules["slipstream.data.prepare"], "_ENCODE_CHARS", 500)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(4):
+        write_records(folder / f"{i}.jsonl", [*records(40, seed=i), {"text": ""}])
+    for name, num_workers in (("one", 1), ("three", 3)):
+        calls: list[Progress] = []
+        prepare(
+            [folder],
+            tmp_path / name,
+            tokenizer="bpe",
+            vocab_size=300,
+            shard_tokens=700,
+            num_workers=num_workers,
+            progress=calls.append,
+        )
+        written = [call.num_tokens for call in calls if call.phase == "write"]
+        assert len(written) > 10
+        assert written == sorted(written)
+    assert files(tmp_path / "one") == files(tmp_path / "three")
+    with (folder / "2.jsonl").open("a") as stream:
+        stream.write("{}\n")
+    said = []
+    for num_workers in (1, 3):
+        with pytest.raises(DataError, match=r"2\.jsonl, line 42: the field 'text' is missing") as caught:
+            prepare([folder], tmp_path / "faulty", num_workers=num_workers)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert not (tmp_path / "faulty").exists()
+
+
 def test_batches_of_encoding_change_nothing(tmp_path, monkeypatch) -> None:
     source = write_records(tmp_path / "a.jsonl", records(80))
     prepare([source], tmp_path / "one")
@@ -215,17 +280,18 @@ def test_batches_of_encoding_change_nothing(tmp_path, monkeypatch) -> None:
 
 def test_progress_reaches_all_bytes_in_each_phase(tmp_path) -> None:
     source = write_records(tmp_path / "a.jsonl", records(80))
-    calls: list[tuple[str, int, int]] = []
+    calls: list[Progress] = []
     manifest = prepare(
         [source],
         tmp_path / "data",
         tokenizer="bpe",
         vocab_size=300,
-        progress=lambda phase, done, total: calls.append((phase, done, total)),
+        progress=calls.append,
     )
     total = sum(split.num_bytes for split in manifest.splits.values())
-    last = {phase: (done, of) for phase, done, of in calls}
+    last = {call.phase: (call.num_bytes, call.total_bytes) for call in calls}
     assert last == {"survey": (total, 0), "train tokenizer": (total, total), "write": (total, total)}
+    assert calls[-1].num_tokens == sum(split.num_tokens for split in manifest.splits.values())
 
 
 @pytest.mark.parametrize(
@@ -270,6 +336,7 @@ def test_only_one_group_is_refused(tmp_path) -> None:
         ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
         ({"validation_fraction": float("nan")}, "validation_fraction is nan"),
         ({"shard_tokens": 0}, "shard_tokens is 0"),
+        ({"num_workers": 0}, "num_workers is 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, settings: dict[str, object], message: str) -> None:
@@ -324,8 +391,8 @@ def test_fault_in_the_last_line_is_found_before_anything_is_written(tmp_path) ->
 def test_text_that_changes_meanwhile_is_refused(tmp_path) -> None:
     source = write_records(tmp_path / "a.jsonl", records(50))
 
-    def grow(phase: str, done: int, total: int) -> None:
-        if phase == "train tokenizer" and source.stat().st_mtime != 1:
+    def grow(progress: Progress) -> None:
+        if progress.phase == "train tokenizer" and source.stat().st_mtime != 1:
             write_records(source, records(51))
             os.utime(source, (1, 1))
 

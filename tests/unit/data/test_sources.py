@@ -1,13 +1,17 @@
 import gzip
 import hashlib
+import itertools
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.data.sources import Document, SourceFile, cut_blocks, find_files, read_chunks, read_documents
+from slipstream.data.files import SourceFile, find_files
+from slipstream.data.records import Document
+from slipstream.data.sources import cut_blocks, read_chunks, read_documents, read_placed
 from slipstream.errors import DataError
 
 
@@ -17,17 +21,24 @@ def read(path: Path, *, text_field: str = "text", split_key: str | None = None) 
 
 
 def write(path: Path, content: bytes) -> Path:
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        # Two frames: large corpora are packed in many, and half of a line may be in each.
+        zstandard = pytest.importorskip("zstandard")
+        half = len(content) // 2
+        content = zstandard.compress(content[:half]) + zstandard.compress(content[half:])
+    path.write_bytes(content)
     return path
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_text_file_is_one_document_as_it_stands(tmp_path, suffix: str) -> None:
     path = write(tmp_path / f"a.txt{suffix}", "Où\r\n\r\nthere\n".encode())
     assert read(path) == [Document(text="Où\r\n\r\nthere\n")]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_records_give_text_and_group(tmp_path, suffix: str) -> None:
     lines = b'{"text": "one", "author": "A"}\n\n   \n{"author": "B\\u00e9", "text": ""}\n{"text": "x\\ny", "author": 3}'
     path = write(tmp_path / f"a.jsonl{suffix}", lines)
@@ -118,6 +129,44 @@ def test_damaged_gzip_is_refused(tmp_path, damage: bytes) -> None:
         read(path)
 
 
+def test_damaged_zst_is_refused(tmp_path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    whole = zstandard.compress(b"hello" * 99)
+    for damage in (b"not zstandard at all", whole[:-3], whole + whole[:-1], whole + b"more"):
+        (tmp_path / "a.txt.zst").write_bytes(damage)
+        with pytest.raises(DataError, match=r"cannot read .*a\.txt\.zst: \w+"):
+            read(tmp_path / "a.txt.zst")
+
+
+def test_zst_of_many_chunks_and_an_empty_one(tmp_path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    text = "".join(f"{i} " for i in range(400_000))
+    packed = zstandard.compress(text.encode())
+    (tmp_path / "a.txt.zst").write_bytes(packed + zstandard.compress(b"") + packed)
+    assert read(tmp_path / "a.txt.zst")[0].text == text * 2
+    (tmp_path / "b.txt.zst").write_bytes(b"")
+    assert read(tmp_path / "b.txt.zst")[0].text == ""
+
+
+def test_what_is_missing_is_said_with_its_command(tmp_path, monkeypatch) -> None:
+    for name in ("zstandard", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")):
+        (tmp_path / name).write_bytes(b"")
+        said = rf"reading .*{name} needs {package}\. Install it: pip install 'slipstream\[data\]'\."
+        with pytest.raises(DataError, match=said):
+            read(tmp_path / name)
+
+
+def test_lines_can_be_read_from_a_number_on(tmp_path) -> None:
+    content = b'\xef\xbb\xbf\n{"text": "0"}\n\n{"text": "1"}\n  \n{"text": "2"}\n{"text"\n'
+    (source,) = find_files([write(tmp_path / "a.jsonl", content)])
+    placed = itertools.islice(read_placed(source, text_field="text", split_key=None, row=1), 2)
+    assert [(group, row, document.text) for group, row, document in placed] == [(0, 1, "1"), (0, 2, "2")]
+    with pytest.raises(DataError, match="line 7: not JSON"):
+        list(read_placed(source, text_field="text", split_key=None, row=2))
+
+
 def test_unreadable_file_is_refused(tmp_path) -> None:
     class Unreadable(type(tmp_path)):  # type: ignore[misc]
         def open(self, *args, **kwargs):
@@ -134,9 +183,9 @@ def test_paths_that_hold_no_text_are_refused(tmp_path) -> None:
         find_files([tmp_path / "nowhere.txt"])
     with pytest.raises(DataError, match=r"the folder .* holds no file named \*\.txt"):
         find_files([tmp_path])
-    (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(DataError, match=r"cannot tell what .*a\.parquet holds\. Allowed are files named \*\.txt"):
-        find_files([str(tmp_path / "a.parquet")])
+    (tmp_path / "a.csv").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot tell what .*a\.csv holds\. Allowed are files named \*\.txt"):
+        find_files([str(tmp_path / "a.csv")])
     with pytest.raises(DataError, match="no source was given"):
         find_files([])
     os.symlink("dangling", tmp_path / "b.txt")

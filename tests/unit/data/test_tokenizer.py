@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.data import BpeTokenizer, ByteTokenizer, Tokenizer, builtin_source, load_tokenizer, prepare, train_bpe
+from slipstream.data import (
+    BpeTokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    builtin_source,
+    load_tokenizer,
+    prepare,
+    train_bpe,
+    words,
+)
 from slipstream.data.tokenizer import BPE_FILE, EOS_TEXT, IDENTITY_FILE, cut_pieces
+from slipstream.data.words import SETTLED, WordEncoder
 from slipstream.errors import ConfigError, DataError
 
 # With tokens of white space too, which a cut in a wrong place would tear.
@@ -47,6 +57,41 @@ def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
 @given(texts=st.lists(TEXT, max_size=5))
 def test_batch_gives_the_same_ids(tokenizer: Tokenizer, texts: list[str]) -> None:
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
+
+
+def test_words_are_those_of_the_library() -> None:
+    """Every settled character, beside itself, letters, digits, spaces and signs; and what is not settled is left."""
+    encoder, num_settled = WordEncoder(BPE._backend), 0
+    for first, end in SETTLED:
+        # Of Chinese and Hangul, letters all, every 16th.
+        step = 16 if end - first > 10_000 else 1
+        texts = [f"a{c}b 1{c}{c} {c}2 {c} \n{c}'{c}s." for c in map(chr, range(first, end, step))]
+        found = encoder.encode(texts)
+        expected = BPE._backend.encode_batch_fast(texts)
+        for text, ids, encoding in zip(texts, found, expected):
+            if ids is not None:
+                assert ids.tolist() == encoding.ids, ascii(text)
+                num_settled += 1
+    assert num_settled > 6_000
+    assert encoder.encode(["\u0530", "a\U0001f600", "\u2c00"]) == [None] * 3
+
+
+@settings(deadline=None)
+@given(text=TEXT)
+def test_words_of_any_text_are_those_of_the_library(text: str) -> None:
+    (ids,) = WordEncoder(BPE._backend).encode([text])
+    assert ids is None or ids.tolist() == BPE._backend.encode(text).ids
+
+
+def test_table_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_MAX_CHARS", 100)
+    encoder = WordEncoder(BPE._backend)
+    for i in range(60):
+        text = f"the {i:06d} word{i} cat"
+        (ids,) = encoder.encode([text])
+        assert ids is not None
+        assert ids.tolist() == BPE._backend.encode(text).ids
+        assert sum(map(len, encoder._ids)) <= 100
 
 
 @settings(deadline=None)
