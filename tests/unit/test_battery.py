@@ -6,6 +6,7 @@ not. They drive ``Updater`` as an executor does, on problems small enough for se
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -99,6 +100,24 @@ PAIRS = [
 ]
 
 every_pair = pytest.mark.parametrize(("rule", "method"), PAIRS)
+
+
+def at_delays(*delays: int) -> pytest.MarkDecorator:
+    """Every pair at the largest delay, which asks most of it; one method a seam at the others too, the rest as slow."""
+    return pytest.mark.parametrize(
+        ("delay", "rule", "method"),
+        [
+            pytest.param(
+                delay,
+                *pair.values,
+                marks=pair.marks if delay == max(delays) or pair.values[1] in A_METHOD_A_SEAM else pytest.mark.slow,
+            )
+            for delay in delays
+            for pair in PAIRS
+        ],
+    )
+
+
 every_method_in_use = pytest.mark.parametrize(("rule", "method"), [pair for pair in PAIRS if pair.values[1] != "none"])
 
 Weights = Mapping[str, Tensor]
@@ -256,6 +275,12 @@ class Run:
         return self
 
 
+@functools.cache
+def plain_state(rule: str, *, delay: int, num_steps: int, weight_decay: float = 0.0) -> dict[str, Tensor]:
+    """Return the state after some steps without any method, with which many methods are compared."""
+    return Run(rule, "none", delay, weight_decay=weight_decay).steps(num_steps).state()
+
+
 def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
@@ -276,8 +301,7 @@ def finite(tensors: Mapping[str, Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("delay", DELAYS)
-@every_pair
+@at_delays(*DELAYS)
 def test_converges(rule, method, delay):
     if delay == 0 and method != "none" and METHODS[method].error_feedback in (0, "auto"):
         return  # bitwise what `none` does there: test_is_the_identity_without_staleness
@@ -290,21 +314,20 @@ def test_converges(rule, method, delay):
 @every_method_in_use
 def test_does_something_when_stale(rule, method):
     """Otherwise a method that is not called would pass everything here."""
-    plain, run = (Run(rule, each, 3).steps(20) for each in ("none", method))
-    assert not all(torch.equal(run.updater.masters[name], plain.updater.masters[name]) for name in TRAINED)
+    plain, run = plain_state(rule, delay=3, num_steps=20), Run(rule, method, 3).steps(20)
+    assert not all(torch.equal(run.updater.masters[name], plain[f"y/{name}"]) for name in TRAINED)
 
 
 @every_method_in_use
 def test_is_the_identity_without_staleness(rule, method):
     """True of everything but error feedback by a number, which then looks ahead for nothing: a control."""
-    plain, run = (Run(rule, each, 0, weight_decay=0.1).steps(8) for each in ("none", method))
-    expected = plain.state()
+    run = Run(rule, method, 0, weight_decay=0.1).steps(8)
+    expected = plain_state(rule, delay=0, num_steps=8, weight_decay=0.1)
     found = {name: tensor for name, tensor in run.state().items() if not name.startswith("slots/")}
     assert same(found, expected) == (METHODS[method].error_feedback in (0, "auto"))
 
 
-@pytest.mark.parametrize("delay", [1, 3])
-@every_pair
+@at_delays(1, 3)
 def test_state_round_trips(rule, method, delay):
     """Saved after 2 steps, when a delay of 3 has not filled its buffers, and restored into a fresh run: same bits."""
     whole, first, second = (Run(rule, method, delay, weight_decay=0.1) for _ in range(3))
