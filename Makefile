@@ -4,7 +4,7 @@ RUN_DIR ?= runs/demo
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv train test science lint format bench clean
+.PHONY: venv train test science lint format bench docs clean
 
 venv: .venv/installed
 
@@ -38,6 +38,11 @@ format: venv
 
 bench: venv
 	$(BIN)/python benchmarks/muon.py
+
+# The reference, from the code, and the pictures of the concept pages, from the simulators.
+docs: venv
+	$(BIN)/python docs/make/reference.py
+	$(BIN)/python docs/make/pictures.py
 
 clean:
 	rm -rf .venv build dist
