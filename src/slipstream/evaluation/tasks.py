@@ -1,15 +1,14 @@
 """`slipstream eval`: a model, a task and a file -> figures."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from slipstream.data.sources import find_files, read_documents
-from slipstream.errors import ConfigError, DataError, nearest
+from slipstream.errors import ConfigError, nearest
+from slipstream.evaluation.perplexity import perplexity
 from slipstream.evaluation.questions import Question, QuestionTask, read_questions
-from slipstream.evaluation.scoring import Score, Scorer, bits_per_byte
+from slipstream.evaluation.scoring import Score, Scorer
 
 Task = Literal["hellaswag", "mmlu", "blimp", "perplexity"]
 
@@ -22,7 +21,7 @@ def run_task(
     Args:
         scorer: Holds the model.
         task: Name of the task.
-        path: Its file, folder or archive.
+        path: Its file, folder or archive; for perplexity also a folder of prepared data.
         limit: Most questions (of several files one from each in turn) or documents.
         text_field: Of `.jsonl` records, for perplexity.
 
@@ -41,7 +40,7 @@ def run_task(
     if limit is not None and limit < 1:
         raise ConfigError(f"the limit is {limit}; it must be 1 or more.")
     if task == "perplexity":
-        return _perplexity(scorer, path, limit=limit, text_field=text_field)
+        return perplexity(scorer, path, limit=limit, text_field=text_field)
     known: QuestionTask = task  # type: ignore[assignment]  # one of those that are left
     return multiple_choice(scorer, read_questions(known, path, limit=limit))
 
@@ -68,30 +67,3 @@ def answers(question: Question, scores: Sequence[Score]) -> tuple[bool, bool]:
     plain = [score.log_likelihood for score in scores]
     normed = [value / max(len(choice), 1) for value, choice in zip(plain, question.choices)]
     return plain.index(max(plain)) == question.gold, normed.index(max(normed)) == question.gold
-
-
-def _perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_field: str) -> dict[str, Any]:
-    documents = (
-        document.text
-        for file in find_files([str(path)])
-        for document in read_documents(file, text_field=text_field, split_key=None)
-        if not document.is_empty
-    )
-    nats, num_tokens, num_bytes, num_items = 0.0, 0, 0, 0
-    kept = itertools.islice(documents, limit)
-    while texts := list(itertools.islice(kept, 64)):
-        for score, length in scorer.rolling(texts):
-            nats -= score.log_likelihood
-            num_tokens += length
-        num_bytes += sum(len(text.encode()) for text in texts)
-        num_items += len(texts)
-    if num_tokens == 0:
-        raise DataError(f"{path} holds no text to evaluate on. Give a file that is not empty.")
-    return {
-        "nats_per_token": nats / num_tokens,
-        "bits_per_byte": bits_per_byte(nats, num_bytes),
-        "perplexity": math.exp(nats / num_tokens),
-        "num_tokens": num_tokens,
-        "num_bytes": num_bytes,
-        "num_items": num_items,
-    }

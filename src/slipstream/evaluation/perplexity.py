@@ -1,0 +1,100 @@
+"""Perplexity of texts: those of files, or the held-out documents of prepared data."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.data import open_data
+from slipstream.data.files import find_files
+from slipstream.data.manifest import MANIFEST_FILE
+from slipstream.data.sources import read_documents
+from slipstream.data.text_checks import same_ids
+from slipstream.data.tokenizer import Tokenizer
+from slipstream.errors import DataError
+from slipstream.evaluation.scoring import Scorer, bits_per_byte
+
+_READ_TOKENS = 2**20
+_AT_ONCE = 64
+"""Documents scored together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Text:
+    """A document as the model takes it."""
+
+    ids: list[int]
+    num_bytes: int
+
+
+def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_field: str) -> dict[str, Any]:
+    """Score texts token by token.
+
+    Args:
+        scorer: Holds the model.
+        path: Files of text, or a folder made by `slipstream data prepare`, of which the held-out split is taken.
+        limit: Most documents.
+        text_field: Of JSON records.
+
+    Returns:
+        ``nats_per_token``, ``bits_per_byte``, ``perplexity`` (``None``: beyond all floats), ``num_tokens``,
+        ``num_bytes``, ``num_items``.
+
+    Raises:
+        DataError: There is no text, or the data was prepared with another tokenizer.
+    """
+    is_prepared = (Path(path) / MANIFEST_FILE).is_file()
+    texts = _held_out(scorer.tokenizer, path) if is_prepared else _of_files(scorer.tokenizer, path, text_field)
+    nats, num_tokens, num_bytes, num_items = 0.0, 0, 0, 0
+    kept = itertools.islice(texts, limit)
+    while some := list(itertools.islice(kept, _AT_ONCE)):
+        nats -= sum(score.log_likelihood for score in scorer.rolling_ids([text.ids for text in some]))
+        num_tokens += sum(len(text.ids) for text in some)
+        num_bytes += sum(text.num_bytes for text in some)
+        num_items += len(some)
+    if num_tokens == 0:
+        raise DataError(f"{path} holds no text to evaluate on. Give a file that is not empty.")
+    return {
+        "nats_per_token": nats / num_tokens,
+        "bits_per_byte": bits_per_byte(nats, num_bytes),
+        "perplexity": _exp(nats / num_tokens),
+        "num_tokens": num_tokens,
+        "num_bytes": num_bytes,
+        "num_items": num_items,
+    }
+
+
+def _of_files(tokenizer: Tokenizer, path: str | Path, text_field: str) -> Iterator[_Text]:
+    for file in find_files([str(path)]):
+        for document in read_documents(file, text_field=text_field, split_key=None):
+            if not document.is_empty:
+                yield _Text(ids=tokenizer.encode(document.text), num_bytes=document.num_bytes)
+
+
+def _held_out(tokenizer: Tokenizer, path: str | Path) -> Iterator[_Text]:
+    data = open_data(path)
+    if not same_ids(data.tokenizer, tokenizer):
+        raise DataError(
+            f"the data in {path} was prepared with the tokenizer '{data.tokenizer.name}', which gives a text other ids "
+            "than the model's. Give the text itself, or prepare it again with --tokenizer-from the model's folder."
+        )
+    counts = data.tokenizer.token_bytes()
+    ids: list[int] = []
+    for start in range(0, len(data.validation), _READ_TOKENS):
+        for token in data.validation.read(start, min(start + _READ_TOKENS, len(data.validation))).tolist():
+            if token != tokenizer.eos_id:
+                ids.append(token)
+            elif ids:
+                yield _Text(ids=ids, num_bytes=int(counts[ids].sum()))
+                ids = []
+    if ids:
+        yield _Text(ids=ids, num_bytes=int(counts[ids].sum()))
+
+
+def _exp(nats: float) -> float | None:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return None

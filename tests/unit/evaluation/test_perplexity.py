@@ -1,0 +1,62 @@
+"""Perplexity of files and of what `data prepare` held out."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from slipstream.config import ModelConfig
+from slipstream.data import open_data, prepare
+from slipstream.data.tokenizer import ByteTokenizer
+from slipstream.errors import DataError
+from slipstream.evaluation.perplexity import perplexity
+from slipstream.evaluation.scoring import Scorer
+from slipstream.models.llama import whole_model
+from slipstream.train.trained import TrainedModel
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    torch.set_num_threads(1)
+    cfg = ModelConfig(num_layers=1, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=257, init_std=0.3)
+    weights = {name: tensor.detach() for name, tensor in whole_model(cfg).named_parameters()}
+    return Scorer(
+        TrainedModel(
+            path=tmp_path_factory.mktemp("m"), cfg=cfg, weights=weights, tokenizer=ByteTokenizer(), context_length=16
+        )
+    )
+
+
+def test_held_out_documents_are_scored_as_their_text_is(scorer, tmp_path):
+    texts = [f"Document {i}, caf\u00e9: to be or not to be." for i in range(60)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([str(tmp_path / "t.jsonl")], tmp_path / "data", validation_fraction=0.2)
+    split = open_data(tmp_path / "data").validation
+    held = bytes(i for i in split.read(0, len(split)).tolist() if i != 256).decode()
+    kept = [text for text in texts if text in held]
+    assert 2 < len(kept) < 30
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in kept))
+    expected = perplexity(scorer, tmp_path / "held.jsonl", limit=None, text_field="text")
+    found = perplexity(scorer, tmp_path / "data", limit=None, text_field="text")
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found["num_items"] == len(kept)
+    assert found["num_bytes"] == sum(len(text.encode()) for text in kept)
+    assert perplexity(scorer, tmp_path / "data", limit=2, text_field="text")["num_items"] == 2
+
+
+def test_data_of_another_tokenizer_is_refused(scorer, tmp_path):
+    (tmp_path / "t.txt").write_text("To be, or not to be: that is the question.\n" * 200)
+    prepare([str(tmp_path / "t.txt")], tmp_path / "data", tokenizer="bpe", vocab_size=280)
+    with pytest.raises(DataError, match="prepared with the tokenizer 'bpe'"):
+        perplexity(scorer, tmp_path / "data", limit=None, text_field="text")
+
+
+def test_a_loss_beyond_all_floats_has_no_perplexity(scorer, tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("To be")
+    scores = scorer.rolling_ids([[1]])
+    monkeypatch.setattr(scorer, "rolling_ids", lambda texts: [scores[0]._replace(log_likelihood=-1e5)])
+    found = perplexity(scorer, tmp_path / "t.txt", limit=None, text_field="text")
+    assert found["perplexity"] is None
+    assert math.isfinite(found["nats_per_token"])
+    assert "null" in json.dumps(found, allow_nan=False)
