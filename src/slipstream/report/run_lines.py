@@ -110,7 +110,8 @@ def line_chart(
         marks: Dots to point at.
         clip: Name of the plotting area, of its own in the page.
     """
-    lines, up = _readable(lines, up)
+    unit, up = _readable(lines, up)
+    lines = [dataclasses.replace(line, curve=(line.curve[0], line.curve[1] / unit)) for line in lines]
     soft = [dataclasses.replace(line, curve=_smoothed(line.curve)) if smooth else line for line in lines]
     low, high = _ends(soft, from_zero=from_zero, settle=settle)
     canvas = Canvas(270, label=f"{title}: {up} against {across.name}, of {', '.join(line.label for line in lines)}")
@@ -139,20 +140,17 @@ def line_chart(
                         canvas.dot((at, value), f"fill {line.css}", radius=2.6)
     for mark in marks:
         at, value = mark.at
-        canvas.dot((x(at / across.unit), y.clamped(value)), "mark", title=mark.title)
+        canvas.dot((x(at / across.unit), y.clamped(value / unit)), "mark", title=mark.title)
     legend = [LegendEntry(css=line.css, label=line.label, figure=line.figure) for line in lines]
     return Chart(title=title, svg=str(canvas), legend=legend, data=_data(soft, across))
 
 
-def _readable(lines: Sequence[Line], up: str) -> tuple[list[Line], str]:
-    """Return the curves in a unit whose figures have few digits, and its name."""
+def _readable(lines: Sequence[Line], up: str) -> tuple[float, str]:
+    """Return a unit in which the figures have few digits, and the axis's name with it."""
     most = max(float(np.quantile(np.abs(line.curve[1]), 0.9)) for line in lines)
     units = ((5000.0, 1e3, "thousand {}"), (0.02, 1.0, "{}"), (2e-5, 1e-3, "{}, in thousandths"))
     unit, name = next(((unit, name) for least, unit, name in units if most >= least), (1e-6, "{}, in millionths"))
-    if unit == 1.0 or most == 0.0:
-        return list(lines), up
-    scaled = [dataclasses.replace(line, curve=(line.curve[0], line.curve[1] / unit)) for line in lines]
-    return scaled, name.format(up)
+    return (unit, name.format(up)) if most else (1.0, up)
 
 
 def _smoothed(curve: Curve) -> Curve:

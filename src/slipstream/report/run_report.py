@@ -122,10 +122,11 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     def span(values: Sequence[float]) -> str:
         return "\N{EN DASH}".join(dict.fromkeys((quantity(min(values)), quantity(max(values)))))
 
+    sizes = [num_parameters(run.config.model) for run in runs if run.units == "tokens"]
     facts = [
-        (span([num_parameters(run.config.model) for run in runs]), "parameters"),
+        *([(span(sizes), "parameters")] if sizes else []),
         (span([run.last_step for run in runs]), "steps"),
-        (span([float(run.tokens[-1]) for run in runs]), "tokens"),
+        (span([float(run.tokens[-1]) for run in runs]), " or ".join(dict.fromkeys(run.units for run in runs))),
         (duration(sum(float(run.seconds[-1]) for run in runs)), "of training" + (" in all" if len(runs) > 1 else "")),
     ]
     return facts if len(runs) == 1 else [(str(len(runs)), "runs"), *facts]
@@ -134,9 +135,10 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _card(run: Run, css: str) -> str:
     """Return a run's figures at a glance."""
     loss, total = final_loss(run), totals(run)
-    big = f"{loss:.3f} <small>nats per token, validation</small>" if loss is not None else ""
+    unit = "nats per token" if run.units == "tokens" else "a unit"
+    big = f"{loss:.3f} <small>{unit}, validation</small>" if loss is not None else ""
     if loss is None:
-        big = f"{float(run.figures('loss')[-1]):.3f} <small>nats per token, training</small>"
+        big = f"{float(run.figures('loss')[-1]):.3f} <small>{unit}, training</small>"
     state = "" if run.state == "finished" else f'<div class="cure">{escape(run.state)}</div>'
     lines = [
         f"{total.tokens_per_s:,.0f} tokens a second",

@@ -7,7 +7,7 @@ import numpy as np
 from slipstream.report.curves import SMOOTHING
 from slipstream.report.run_charts import spike_steps
 from slipstream.report.run_workers import worker_sentence
-from slipstream.report.runs import Run, counted
+from slipstream.report.runs import Row, Run, counted
 from slipstream.report.statistics import smoothed
 from slipstream.train.metrics import Totals, duration, quantity
 
@@ -42,13 +42,13 @@ def _one(run: Run) -> Iterator[str]:
         tail = losses[-max(len(losses) // 20, 1) :]
         yield (
             f"Training loss {losses[0]:.3f} at first, {tail.mean():.3f} now, in {run.last_step} steps, {tokens} "
-            f"tokens, {seconds} {clock}."
+            f"{run.units}, {seconds} {clock}."
         )
     else:
         before = f"from {run.evaluations[0]['val_loss']:.3f} " if run.evaluations[0]["step"] == 0 else ""
         yield (
-            f"Validation loss {before}to {last['val_loss']:.3f} nats per token ({last['val_bits_per_byte']:.3f} bits "
-            f"per byte) in {last['step']} steps, {tokens} tokens, {seconds} {clock}."
+            f"Validation loss {before}to {last['val_loss']:.3f} {_unit(last)} in {last['step']} steps, {tokens} "
+            f"{run.units}, {seconds} {clock}."
         )
         best = min((row for row in run.evaluations if row["step"]), key=lambda row: float(row["val_loss"]))
         if best["val_loss"] < last["val_loss"] - NEAR:
@@ -64,6 +64,11 @@ def _one(run: Run) -> Iterator[str]:
     if workers := worker_sentence(run):
         yield workers
     yield _troubles(run, "")
+
+
+def _unit(evaluation: Row) -> str:
+    bits = evaluation.get("val_bits_per_byte")
+    return "a unit" if bits is None else f"nats per token ({bits:.3f} bits per byte)"
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[str]:

@@ -57,6 +57,11 @@ class Run:
         return np.cumsum([row["step_s"] for row in self.rows])
 
     @property
+    def units(self) -> str:
+        """What the loss is a mean over; a model of one's own may have no tokens."""
+        return "units" if any(row.get("val_bits_per_byte", 0) is None for row in self.evaluations) else "tokens"
+
+    @property
     def is_virtual(self) -> bool:
         """Whether that clock is a virtual one."""
         return self.config.executor == "dataparallel" and self.config.engine == "inline"

@@ -11,6 +11,7 @@ from tests.unit.report.test_report import Tags
 from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.report.run_charts import spike_steps
+from slipstream.report.run_lines import STEPS, Line, Mark, line_chart
 from slipstream.report.run_report import render_runs, write_run_report
 from slipstream.report.run_staleness import staleness_counts
 from slipstream.report.run_timeline import measured_timeline
@@ -102,6 +103,17 @@ def test_who_takes_half_the_time_is_there_twice_as_fast(tmp_path):
     assert tokens[0] == tokens[1]
 
 
+def test_a_model_without_tokens_has_no_bits_and_no_shape(tmp_path):
+    run = write_run(tmp_path / "ratings", num_steps=20, evaluate_every=5)
+    rows = read_json_lines(run / "evaluations.jsonl")
+    write_lines(run / "evaluations.jsonl", [row | {"val_bits_per_byte": None} for row in rows])
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("vocab_size = 257", "vocab_size = 0"))
+    assert "a unit in 20 steps, 20.5k units" in sentences(run)[0]
+    facts = render_runs(open_runs([run])).partition('class="answer"')[0]
+    assert "parameters" not in facts
+
+
 def test_losses_of_other_data_are_not_compared(folder, tmp_path):
     other = write_run(tmp_path / "other", {"data": {"path": "elsewhere"}})
     found = sentences(folder / "sync", other)
@@ -127,6 +139,19 @@ def test_troubles_are_named(folder):
     assert (
         "step 300: loss and gradient norm spikes. Loss 6.000, gradient norm 9, staleness 1.0 in the mean, 3 at" in html
     )
+
+
+def test_figures_are_shown_in_a_unit_of_few_digits():
+    places = np.arange(10.0)
+    for scale, name in ((2e4, "thousand norms"), (1.0, "norms"), (2e-4, "norms, in thousandths")):
+        line = Line(label="run", css="c0", curve=(places, np.full(10, scale)))
+        mark = Mark(at=(5.0, scale), title="here")
+        chart = line_chart("Norm", [line], across=STEPS, up="norms", smooth=False, marks=[mark], clip="clip")
+        assert f">{name}</text>" in chart.svg
+        heights = [float(each) for each in re.findall(r'points="[^"]*,([\d.]+)" clip-path', chart.svg)]
+        (ring,) = re.findall(r'class="mark" cx="[\d.]+" cy="([\d.]+)"', chart.svg)
+        assert heights == [float(ring)], "a mark lies on its curve"
+        assert max(len(tick) for tick in re.findall(r'text-anchor="end">([^<]*)<', chart.svg)) <= 5
 
 
 def test_workers_shares_and_ledger(folder, tmp_path):
