@@ -27,13 +27,15 @@ from slipstream.executor import Snapshot
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+_NEEDED = ("step", "config", "weights_sha256", "tokenizer", "data_sha256")
+"""Keys of a manifest without which a checkpoint cannot be used."""
 
 GatherRecords = Callable[[int, dict[str, Any]], list[dict[str, Any]] | None]
 """Takes a step and this rank's record; returns every rank's on rank 0, ``None`` elsewhere."""
 
 
 class CheckpointWriter:
-    """Saves snapshots in the background and keeps the newest ``keep_last``.
+    """Saves snapshots in the background and keeps the newest ``keep_last``, and what the manifest calls the best.
 
     Args:
         folder: The run's ``checkpoints`` folder.
@@ -113,13 +115,15 @@ class CheckpointWriter:
         (part / MANIFEST).write_text(json.dumps(whole, indent=1))
         _sync(part / MANIFEST)
         _sync(part)
-        final = self._folder / f"step-{step:08d}"
+        final = step_folder(self._folder, step)
         if final.exists():
             shutil.rmtree(final)
         os.rename(part, final)
         _sync(self._folder)
+        best = best_step(manifest)
         for old in checkpoint_folders(self._folder)[self._keep_last :]:
-            shutil.rmtree(old)
+            if best is None or old != step_folder(self._folder, best):
+                shutil.rmtree(old)
         return weights
 
 
@@ -200,6 +204,22 @@ class Checkpoint:
         return tensor
 
 
+def step_folder(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies.
+
+    Args:
+        folder: The run's ``checkpoints`` folder.
+        step: Updates made.
+    """
+    return folder / f"step-{step:08d}"
+
+
+def best_step(manifest: Mapping[str, Any]) -> int | None:
+    """Return the step with the smallest validation loss up to that of a checkpoint; ``None``: it was not kept."""
+    best = manifest.get("best")
+    return None if best is None else int(best["step"])
+
+
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the step folders of a run, newest first."""
     return sorted(folder.glob("step-*"), reverse=True)
@@ -236,7 +256,8 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
+        _ = {name: (record["num_bytes"], record["sha256"]) for name, record in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {folder} is incomplete: its {MANIFEST} cannot be read.") from error
     if manifest.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
@@ -248,6 +269,8 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
             raise CheckpointError(f"the checkpoint {folder} is incomplete: {name} is missing or cut short.")
         if verify and file_digest(path) != record["sha256"]:
             raise CheckpointError(f"the checkpoint {folder} is corrupt: {name} does not match its checksum.")
+    if missing := [key for key in _NEEDED if key not in manifest]:
+        raise CheckpointError(f"the checkpoint {folder} is incomplete: its {MANIFEST} has no '{missing[0]}'.")
     checkpoint = Checkpoint(folder, manifest)
     try:
         _ = checkpoint.tensor_names

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from slipstream import __version__
 from slipstream.data.hub_tokenizer import write_hub_tokenizer
+from slipstream.data.text_checks import PROBE_TEXT
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.executor import Point
 from slipstream.models.families import family_of
 from slipstream.models.huggingface import write_hub_model
 from slipstream.models.shapes import num_parameters
+from slipstream.train.checkpoint import open_checkpoint, step_folder
 from slipstream.train.rundir import RunDir
-from slipstream.train.trained import PROBE_TEXT, TrainedModel, newest_checkpoint, open_trained, run_config
+from slipstream.train.trained import NEWEST, TrainedModel, open_trained, run_config
 
 LARGEST_DIFFERENCE = 1e-2
 """Of logits in float32; rounding alone stays far below, another computation goes far beyond."""
@@ -35,16 +37,17 @@ class Export:
     """Between transformers' model and ours, in float32; ``None``: transformers is not installed."""
 
 
-def export_hub(run: str | Path, out: str | Path, *, weights: Point = "x") -> Export:
-    """Write a run's newest checkpoint as a model folder that transformers reads.
+def export_hub(run: str | Path, out: str | Path, *, weights: Point = "x", checkpoint: str = NEWEST) -> Export:
+    """Write a checkpoint of a run as a model folder that transformers reads.
 
     Args:
         run: Run directory.
         out: Folder to make; must not exist.
         weights: ``x``, which was trained on, or ``y``, the optimizer's own.
+        checkpoint: ``newest``, ``best`` by validation loss, or a step.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, or transformers computes something else from the folder.
+        CheckpointError: There is no such complete checkpoint, or transformers computes something else from the folder.
         ConfigError: ``out`` exists or cannot be written, ``run`` is no run, or no family of the hub computes the model.
         DataError: The run's tokenizer is missing or another one.
 
@@ -55,7 +58,7 @@ def export_hub(run: str | Path, out: str | Path, *, weights: Point = "x") -> Exp
         raise ConfigError(f"{out} exists; nothing was written. Give a folder that does not exist.")
     if not RunDir(run).holds_run:
         raise ConfigError(f"{run} is no run directory. Give the --run-dir of a run that has saved a checkpoint.")
-    model = open_trained(run, weights=weights)
+    model = open_trained(run, weights=weights, checkpoint=checkpoint)
     part = out.absolute().parent / f".{out.absolute().name}.partial-{os.getpid()}"
     try:
         part.mkdir(parents=True)
@@ -85,7 +88,13 @@ def logit_difference(folder: Path, model: TrainedModel) -> float | None:
     from transformers import AutoModelForCausalLM  # an extra, and slow to import
 
     # Whatever the class, it is called as every model of transformers is.
-    theirs: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    try:
+        theirs: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    except Exception as error:  # whatever its checks raise
+        raise CheckpointError(
+            f"transformers cannot load {folder}: {type(error).__name__}: {error}. Restore its files, or check that the "
+            "installed transformers is 5.0 or later."
+        ) from error
     ours = model.module()
     difference = 0.0
     with torch.no_grad():
@@ -133,7 +142,8 @@ def _write(folder: Path, model: TrainedModel, *, weights: Point) -> None:
 
 
 def _readme(model: TrainedModel, weights: Point) -> str:
-    checkpoint = newest_checkpoint(RunDir(model.path))
+    assert model.step is not None
+    checkpoint = open_checkpoint(step_folder(RunDir(model.path).checkpoints, model.step), verify=False)
     config, tokenizer = run_config(checkpoint), model.need_tokenizer()
     which = "x, which the run was trained on" if weights == "x" else "y, the optimizer's own"
     rows = {

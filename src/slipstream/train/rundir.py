@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.errors import ConfigError
@@ -52,8 +53,44 @@ class RunDir:
         """What each rank did when, where the settings ask for it."""
         return self.path / "trace.json"
 
+    @property
+    def origin(self) -> Path:
+        """Whose weights the run begins with, where they are not drawn."""
+        return self.path / "initialised_from.json"
+
+    @property
+    def status(self) -> Path:
+        """Whether a process trains here, and how the last one ended."""
+        return self.path / "status.json"
+
+    @property
+    def trackers(self) -> Path:
+        """What trackers know the run by, so that a resumed run continues there."""
+        return self.path / "trackers.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files, with the tracker `tensorboard`."""
+        return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """What the tracker `wandb` keeps on this machine."""
+        return self.path / "wandb"
+
     def _files(self) -> list[Path]:
-        return [self.config, self.metrics, self.evaluations, self.summary, self.checkpoints, self.trace, self.tokenizer]
+        """Return what a run leaves behind, without its status, which is locked by whoever is about to train."""
+        files = [
+            self.config,
+            self.metrics,
+            self.evaluations,
+            self.summary,
+            self.checkpoints,
+            self.trace,
+            self.tokenizer,
+            self.origin,
+        ]
+        return [*files, self.trackers, self.tensorboard, self.wandb]
 
     @property
     def holds_run(self) -> bool:
@@ -76,14 +113,21 @@ class RunDir:
                 "--overwrite (its metrics and checkpoints are removed), or choose another --run-dir."
             )
 
-    def prepare(self, *, resume: bool) -> None:
-        """Make the folder; without ``resume``, remove what an earlier run left in it, and nothing else."""
+    def prepare(self, *, resume: bool, begin: Callable[[], None] | None = None) -> None:
+        """Make the folder; without ``resume``, remove what an earlier run left in it, and nothing else.
+
+        Args:
+            resume: Keep everything.
+            begin: Called once the folder is there, before anything is removed.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot make the run directory {self.path}: {error.strerror}. Choose another --run-dir."
             ) from error
+        if begin is not None:
+            begin()
         if not resume:
             for path in self._files():
                 if path.is_dir():

@@ -15,11 +15,18 @@ from slipstream.executor import Point
 from slipstream.models.huggingface import is_hub_model, open_hub_model
 from slipstream.models.llama import Stage, whole_model
 from slipstream.models.shapes import parameter_names, tied_names
-from slipstream.train.checkpoint import Checkpoint, newest_complete
+from slipstream.train.checkpoint import (
+    Checkpoint,
+    best_step,
+    checkpoint_folders,
+    newest_complete,
+    open_checkpoint,
+    step_folder,
+)
 from slipstream.train.rundir import RunDir
 
-PROBE_TEXT = "To be, or not to be: that\n\n  is 1603 caf\u00e9s, na\u00efve don't\t\u2026 \u65e5\u672c <|endoftext|>"
-"""Words, white space, digits, several scripts and what spells a special token: tokenizers part ways on these."""
+NEWEST, BEST = "newest", "best"
+"""Names of checkpoints; others are named by their step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,23 +64,27 @@ class TrainedModel:
         return self.tokenizer
 
 
-def open_trained(path: str | Path, *, weights: Point = "x") -> TrainedModel:
+def open_trained(path: str | Path, *, weights: Point = "x", checkpoint: str = NEWEST) -> TrainedModel:
     """Read a trained model.
 
     Args:
-        path: A run directory, whose newest complete checkpoint is taken, or a model folder of the hub.
+        path: A run directory, or a model folder of the hub.
         weights: Of a run: ``x``, which it was trained on, or ``y``, the optimizer's own.
+        checkpoint: Of a run: ``newest``, ``best`` by validation loss, or a step.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, or a file is missing or damaged.
-        ConfigError: ``path`` is neither; its architecture is not supported; ``y`` was asked of a model folder.
+        CheckpointError: There is no such complete checkpoint, or a file is missing or damaged.
+        ConfigError: ``path`` is neither; its architecture is not supported; ``y`` or a checkpoint was asked of a model
+            folder.
         DataError: The tokenizer is not that of the checkpoint, or cannot be read.
     """
     path = Path(path)
     run_dir = RunDir(path)
     if run_dir.holds_run:
-        return _of_run(run_dir, weights)
+        return _of_run(run_dir, weights, chosen_checkpoint(run_dir, checkpoint))
     if is_hub_model(path):
+        if checkpoint != NEWEST:
+            raise ConfigError(f"{path} is a model folder, which has no checkpoints. Leave --checkpoint out.")
         if weights == "y":
             raise ConfigError(f"{path} is a model folder, which holds one set of weights. Leave --weights out.")
         return _of_hub(path)
@@ -98,13 +109,43 @@ def newest_checkpoint(run_dir: RunDir) -> Checkpoint:
     return checkpoint
 
 
+def chosen_checkpoint(run_dir: RunDir, choice: str) -> Checkpoint:
+    """Return a complete checkpoint of a run by name.
+
+    Args:
+        run_dir: The run.
+        choice: ``newest``, ``best`` by validation loss, or a step.
+
+    Raises:
+        CheckpointError: It is not there, or damaged; for ``best``: none was kept.
+        ConfigError: ``choice`` is something else.
+    """
+    if choice == NEWEST:
+        return newest_checkpoint(run_dir)
+    if choice == BEST:
+        step = best_step(newest_checkpoint(run_dir).manifest)
+        if step is None:
+            raise CheckpointError(
+                f"the run in {run_dir.path} kept no best checkpoint. Train with --checkpoint.keep-best true and "
+                "--evaluate.every-steps N, or take the newest."
+            )
+    elif choice.isdecimal():
+        step = int(choice)
+    else:
+        raise ConfigError(f"the checkpoint {choice!r} cannot be named so. Give newest, best, or a step such as 200.")
+    folder = step_folder(run_dir.checkpoints, step)
+    if not folder.is_dir():
+        steps = ", ".join(str(int(each.name[5:])) for each in reversed(checkpoint_folders(run_dir.checkpoints)))
+        raise CheckpointError(f"{run_dir.checkpoints} has no checkpoint of step {step}. There are: {steps or 'none'}.")
+    return open_checkpoint(folder)
+
+
 def run_config(checkpoint: Checkpoint) -> Config:
     """Return the settings that a checkpoint was saved with."""
     return from_dict(dict(checkpoint.manifest["config"]), source=str(checkpoint.folder))
 
 
-def _of_run(run_dir: RunDir, weights: Point) -> TrainedModel:
-    checkpoint = newest_checkpoint(run_dir)
+def _of_run(run_dir: RunDir, weights: Point, checkpoint: Checkpoint) -> TrainedModel:
     config = run_config(checkpoint)
     tied = tied_names(config.model)
     prefix = "y" if weights == "y" else f"x@{checkpoint.step}"
