@@ -143,6 +143,10 @@ class Ledger:
         """Return a lease that is neither committed nor returned."""
         return self._open.get(lease_id)
 
+    def num_open(self, worker: int) -> int:
+        """Return the microbatches that a worker holds."""
+        return sum(self._open[lease_id].num_microbatches for lease_id in self._of_worker.get(worker, ()))
+
     def issue(
         self, worker: int, incarnation: int, num_microbatches: int, *, deadline_s: float, is_alone: bool = False
     ) -> Lease:

@@ -142,7 +142,7 @@ class Sequencer:
 
     def expire(self, now_s: float) -> list[int]:
         """Stop counting on workers whose deadline has passed; return them."""
-        late = [lease.worker for lease in self.ledger.expire(now_s)]
+        late = list(dict.fromkeys(lease.worker for lease in self.ledger.expire(now_s)))
         for worker in late:
             self._drop(worker, "lost")
             self.members[worker].patience = min(2 * self.members[worker].patience, MOST_PATIENCE)
@@ -289,7 +289,9 @@ class Sequencer:
 
     def _order(self, worker: int, member: Member, *, now_s: float) -> Order:
         count = self.policy.num_microbatches(worker)
-        deadline_s = now_s + self.policy.deadline_s(worker, count) * member.patience
+        # A worker that asks before it is done begins with what it has.
+        ahead = self.ledger.num_open(worker)
+        deadline_s = now_s + self.policy.deadline_s(worker, ahead + count) * member.patience
         lease = self.ledger.issue(worker, member.incarnation, count, deadline_s=deadline_s, is_alone=self.num_live == 1)
         order = Order(
             worker=worker, incarnation=member.incarnation, epoch=self.epoch, version=self.version, lease=lease

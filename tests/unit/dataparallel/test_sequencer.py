@@ -200,6 +200,21 @@ def test_a_silent_worker_is_given_up_and_its_late_push_rejected():
     assert protocol.ledger.balance().holds
 
 
+def test_a_worker_that_asks_before_it_is_done_has_time_for_both_and_loses_both():
+    protocol = sequencer(total=12)
+    for worker in (0, 1):
+        protocol.join(worker, 1, pace_s=10.0)
+    first, second = (protocol.pull(0, 1, now_s=0.0).order for _ in range(2))
+    assert (first.lease.deadline_s, second.lease.deadline_s) == (360.0, 720.0)
+    assert protocol.push(push_of(first, 1)).staleness == 0
+    third = protocol.pull(0, 1, now_s=10.0).order
+    assert protocol.expire(2000.0) == [0], "once, whatever it held"
+    assert protocol.members[0].patience == 2.0
+    assert protocol.ledger.balance().returned == 12 * TOKENS
+    assert [protocol.push(push_of(order, 2)).rejection for order in (second, third)] == ["lease"] * 2
+    assert protocol.ledger.balance().holds
+
+
 def test_a_worker_slower_than_its_deadline_gets_through_in_the_end():
     """A first cycle takes ten times what the server grants: each miss doubles the patience, through every rejoining."""
     protocol, order = one_worker()
