@@ -6,7 +6,7 @@ left behind.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import torch
@@ -145,6 +145,60 @@ class WeightBoard:
             return False
         into.copy_(self._buffers[slot])
         return int(self._stamps[slot]) == version
+
+
+class HeldBoard:
+    """Published weights that stay for as long as somebody may read them.
+
+    For readers in several processes that must all have the same version, at moments of their own: none can be
+    overtaken, so nobody has to agree with anybody.
+
+    Args:
+        layout: Of the weights.
+        num_readers: Most orders out at once.
+
+    Cost:
+        ``num_readers + 2`` copies of the weights: a version for each order, the newest, and the next.
+    """
+
+    def __init__(self, layout: Layout, *, num_readers: int) -> None:
+        self.layout = layout
+        self._stamps = _shared(torch.full((num_readers + 2,), _WRITING, dtype=torch.int64))
+        self._buffers = layout.shared(num_readers + 2)
+
+    @torch.no_grad()
+    def publish(self, version: int, weights: Mapping[str, Tensor], *, held: Collection[int] = ()) -> None:
+        """Write a version; only one process ever does.
+
+        Args:
+            version: Which; any that is not older was of a run that went on from an earlier state, and is gone.
+            weights: By name.
+            held: Versions that may still be read.
+        """
+        self._stamps[self._stamps >= version] = _WRITING
+        kept = {*held, max(self._stamps.tolist())}
+        slot = next(slot for slot, stamp in enumerate(self._stamps.tolist()) if stamp == _WRITING or stamp not in kept)
+        self._stamps[slot] = _WRITING
+        for name, view in self.layout.views(self._buffers[slot]).items():
+            view.copy_(weights[name])
+        self._stamps[slot] = version
+
+    @torch.no_grad()
+    def read(self, version: int, into: Tensor) -> bool:
+        """Copy a version.
+
+        Args:
+            version: Which.
+            into: Flat tensor of the layout's size, on any device.
+
+        Returns:
+            Whether it is held.
+        """
+        stamps = self._stamps.tolist()
+        if version not in stamps:
+            return False
+        into.copy_(self._buffers[stamps.index(version)])
+        return True
 
 
 class GradientSlots:

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from slipstream.dataparallel.shared import GradientSlots, Layout, WeightBoard
+from slipstream.dataparallel.shared import GradientSlots, HeldBoard, Layout, WeightBoard
 from slipstream.errors import ConfigError
 
 NAMES = ("a", "b", "c")
@@ -86,6 +86,28 @@ def test_no_torn_read_beside_a_process_that_writes():
     writer.join()
     assert writer.exitcode == 0
     assert whole
+
+
+def test_a_version_that_is_held_stays_whatever_is_published():
+    shared = HeldBoard(Layout.of(weights(0)), num_readers=2)
+    flat = shared.layout.empty()
+
+    def found(version):
+        return set(flat.tolist()) - {0.0} if shared.read(version, flat) else None
+
+    for version in range(1, 4):
+        shared.publish(version, weights(version), held=())
+    held = [3]
+    for version in range(4, 30):
+        shared.publish(version, weights(version), held=held)
+        assert found(3) == {3.0}
+        assert found(version) == {float(version)}, "the newest"
+        assert version == 4 or found(version - 1) == {version - 1.0}, "an order may be on its way"
+        held = [3, 20] if version >= 20 else held
+        assert version < 20 or found(20) == {20.0}
+    assert found(10) is None
+    shared.publish(20, weights(7), held=())
+    assert (found(20), found(29)) == ({7.0}, None), "the server went on from an older state"
 
 
 def test_a_gradient_is_read_by_reference_and_knows_its_idle_parameters():
