@@ -18,35 +18,42 @@ CONTROL_PLANE = (
     "ranges",
     "members",
     "messages",
+    "router_tally",
     "sequencer",
     "tally",
 )
 """Of asynchronous data parallelism: what decides, without tensors, so that thousands of workers can be simulated."""
 
+SCHEDULES = ("actions", "cycle_order", "schedules", "validation")
+"""Of the pipeline: what decides, without tensors."""
+
 LAYERS = (
-    ("errors",),
+    ("errors", "console"),
+    ("settings",),
     ("config",),
-    ("data", "models", "optim", "staleness", "pipeline.actions", "pipeline.schedules", "pipeline.validation"),
+    ("data", "models", "optim", "staleness", *(f"pipeline.{name}" for name in SCHEDULES)),
     tuple(f"dataparallel.{name}" for name in CONTROL_PLANE),
     ("executor", "microbatches"),
     ("assembly",),
-    ("pipeline", "dataparallel"),
+    ("pipeline",),
+    ("dataparallel",),
     ("plan",),
     ("train", "doctor"),
-    ("evaluation",),
+    ("evaluation", "own"),
     ("bench",),
     ("report",),
+    ("arguments",),
     ("cli",),
 )
 """From the bottom up. A part may import what lies below it, and itself."""
 
 WITHOUT_TORCH = (
-    "pipeline.actions",
-    "pipeline.schedules",
-    "pipeline.validation",
+    *(f"pipeline.{name}" for name in SCHEDULES),
     *(f"dataparallel.{name}" for name in CONTROL_PLANE),
     "plan",
     "bench.settings",
+    "arguments",
+    "settings",
     "config",
     "errors",
 )

@@ -1,6 +1,7 @@
-"""Every setting of a run: frozen dataclasses, their TOML form, and the checks that need no file or device.
+"""A run's settings as TOML and tables, and the checks that need no file or device.
 
-Precedence is command line > file > default. The field docstrings are the ``--help`` texts.
+Precedence is command line > file > default. The settings themselves are in :mod:`slipstream.settings`, and are imported
+from here.
 """
 
 import dataclasses
@@ -12,396 +13,70 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tomli_w
-import tyro
 
 from slipstream.errors import ConfigError, nearest
+from slipstream.settings import (
+    SCHEDULE_DELAY,
+    AgcConfig,
+    CheckpointConfig,
+    Coefficient,
+    Config,
+    DataConfig,
+    DataParallelConfig,
+    Engine,
+    EvaluateConfig,
+    Executor,
+    LogConfig,
+    LrSchedule,
+    ModelConfig,
+    Numbers,
+    OptimConfig,
+    PipelineConfig,
+    PipelineSchedule,
+    StalenessConfig,
+    Switch,
+    Table,
+    TrainConfig,
+)
 
-
-def _parse_switch(words: list[str]) -> bool:
-    if words[0].lower() not in ("true", "false"):
-        raise ValueError(f"{words[0]!r} is neither true nor false")
-    return words[0].lower() == "true"
-
-
-def _parse_table(words: list[str]) -> dict[str, Any]:
-    table = json.loads(words[0])
-    if not isinstance(table, dict):
-        raise ValueError(f'{words[0]!r} is not a JSON object such as {{"betas": [0.9, 0.95]}}')
-    return table
-
-
-Switch = Annotated[
-    bool,
-    tyro.conf.FlagConversionOff,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="true|false",
-        instance_from_str=_parse_switch,
-        is_instance=lambda value: isinstance(value, bool),
-        str_from_instance=lambda value: [str(value).lower()],
-    ),
+__all__ = [
+    "FREE_TO_CHANGE",
+    "PIPELINE_TOO",
+    "SCHEDULE_DELAY",
+    "SINGLE_ONLY",
+    "AgcConfig",
+    "CheckpointConfig",
+    "Coefficient",
+    "Config",
+    "DataConfig",
+    "DataParallelConfig",
+    "Engine",
+    "EvaluateConfig",
+    "Executor",
+    "LogConfig",
+    "LrSchedule",
+    "ModelConfig",
+    "Numbers",
+    "OptimConfig",
+    "PipelineConfig",
+    "PipelineSchedule",
+    "StalenessConfig",
+    "Switch",
+    "Table",
+    "TrainConfig",
+    "coefficient_text",
+    "config_hash",
+    "explicit_settings",
+    "from_dict",
+    "load_toml",
+    "resolve",
+    "to_dict",
+    "to_toml",
+    "trajectory_changes",
 ]
-"""A boolean that is written out, so that a flag can also turn off what a file turned on."""
-
-Table = Annotated[
-    dict[str, Any],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_parse_table,
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-"""Arguments of something that is not ours to list."""
-
-
-def _parse_numbers(words: list[str]) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for word in words for part in word.split(",") if part)
-    except ValueError:
-        raise ValueError(f"{' '.join(words)!r} is not a list of numbers such as 1,1,0.25") from None
-
-
-Numbers = Annotated[
-    tuple[float, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="1,1,0.25",
-        instance_from_str=_parse_numbers,
-        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(item, float | int) for item in value),
-        str_from_instance=lambda value: [",".join(f"{item:g}" for item in value)] if value else [],
-    ),
-]
-"""Numbers with commas or spaces between them."""
-
-Executor = Literal["single", "pipeline", "dataparallel"]
-Engine = Literal["inline", "process", "ray"]
-PipelineSchedule = Literal["two_bw", "one_f_one_b", "gpipe", "interleaved"]
-LrSchedule = Literal["cosine", "linear", "constant"]
-Coefficient = float | Literal["auto"]
-
-SCHEDULE_DELAY: dict[str, int] = {"two_bw": 1, "one_f_one_b": 0, "gpipe": 0, "interleaved": 0}
-"""Staleness that each pipeline schedule gives every gradient after the first."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which tokens to train on."""
-
-    path: str = ""
-    """Folder made by `slipstream data prepare`; empty: the built-in Shakespeare, as bytes."""
-    sequence_length: int = 128
-    """Tokens a sequence."""
-    seed: int = 0
-    """Seed of the order in which sequences are read."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of the Llama-style decoder."""
-
-    num_layers: int = 4
-    """Decoder blocks."""
-    dim: int = 128
-    """Width of the residual stream."""
-    num_heads: int = 4
-    """Query heads; must divide dim."""
-    num_kv_heads: int = 2
-    """Key and value heads; must divide num_heads."""
-    head_dim: int = 0
-    """Channels of a head; 0: dim / num_heads."""
-    qk_norm: Switch = False
-    """Norm each head's queries and keys before they are turned by their positions, as Qwen3 does."""
-    ffn_dim: int = 352
-    """Inner width of the SwiGLU feed-forward."""
-    num_experts: int = 0
-    """Experts of a layer, of which each token takes `experts_per_token`; 0: one feed-forward for all tokens."""
-    experts_per_token: int = 2
-    """Experts that each token goes through (with experts)."""
-    expert_ffn_dim: int = 0
-    """Inner width of an expert (with experts); 0: ffn_dim."""
-    num_shared_experts: int = 0
-    """Further experts that every token goes through, kept as one feed-forward so many times as wide (with experts)."""
-    num_dense_layers: int = 0
-    """First layers that keep one feed-forward of ffn_dim for all tokens (with experts)."""
-    router_renormalize: Switch = True
-    """Divide the weights of the chosen experts by their sum (with experts)."""
-    router_aux_loss: float = 0.01
-    """Coefficient of the loss that balances the experts' loads (with experts)."""
-    router_z_loss: float = 0.0
-    """Coefficient of the loss that keeps the router's scores small (with experts)."""
-    vocab_size: int = 0
-    """Rows of the embedding, at least the tokenizer's tokens; 0: as many."""
-    rope_theta: float = 10000.0
-    """Base of the rotary position frequencies."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; residual projections get it divided by sqrt(2 num_layers)."""
-    tie_embeddings: Switch = False
-    """Use one matrix for the embedding and the head (kept as two leaves, updated alike)."""
-    dropout: float = 0.0
-    """Probability with which a value of the residual branches is dropped in training."""
-    activation_checkpointing: Switch = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
-    seed: int = 0
-    """Seed of the initial weights and of dropout."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The rule that turns a gradient into an update, and its step size."""
-
-    name: str = "adamw"
-    """`adamw`, `muon`, or the dotted name of any torch.optim.Optimizer."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; vectors get none."""
-    args: Table = dataclasses.field(default_factory=dict)
-    """Further arguments of the optimizer named above (on the command line: a JSON object)."""
-    adamw_lr: float | None = None
-    """With muon: peak learning rate of the parameters AdamW keeps (embedding, head, vectors); none: lr."""
-    adamw_args: Table = dataclasses.field(default_factory=dict)
-    """With muon: further arguments of that AdamW (on the command line: a JSON object)."""
-    max_grad_norm: float = 1.0
-    """Global gradient norm above which the gradient is scaled down; 0: never."""
-    lr_schedule: LrSchedule = "cosine"
-    """Shape of the decay after the warm-up."""
-    lr_warmup_steps: int = 0
-    """Updates over which the rate rises linearly from 0."""
-    lr_total_steps: int | None = None
-    """Updates after which the rate has reached its end; none: train.num_steps. Its own setting, so that a
-    shorter run keeps its rates."""
-    lr_final_fraction: float = 0.1
-    """Rate at the end as a fraction of the peak."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AgcConfig:
-    """The adaptive gradient compensator (staleness.correction `agc`, and its control `agc_damping`)."""
-
-    groups: Literal["role_depth", "global"] = "role_depth"
-    """Parameters that share a curvature: those of a role in the same blocks, or all."""
-    blocks_per_group: int = 1
-    """Blocks that a group of role_depth covers."""
-    curvature: Literal["secant_group", "secant_diag", "fisher", "fisher_root"] = "secant_group"
-    """One number a group; or the mean square of the gradient, or its root, with one scale a group. `secant_diag`,
-    element by element, needs probes, which no executor makes yet: it is refused."""
-    displacement: Literal["exact", "ema"] = "exact"
-    """How far the weights moved since they were read: as they are, or a mean step times the staleness."""
-    decay: float = 0.99
-    """Weight of the past in every average."""
-    min_pairs: int = 200
-    """Pairs of gradients a group needs before it is corrected; the learning-rate warm-up must be over, too."""
-    ramp_steps: int = 500
-    """Updates over which the correction rises to its full size."""
-    trust_radius: float = 0.5
-    """Largest correction of a group as a fraction of its gradient."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StalenessConfig:
-    """How stale gradients are, and what is done about it."""
-
-    delay: int | None = None
-    """Updates between the weights a batch reads and the newest; none: what the pipeline schedule gives, and 0
-    for the executor `single`."""
-    error_feedback: Coefficient = 0.0
-    """Coefficient c of update-level error feedback: publish x = y + c (y - y_prev); 0: none; `auto`: found while
-    training, for each parameter."""
-    delay_weights: tuple[float, ...] = ()
-    """Relative probabilities of a delay of 0, 1, 2, ...: each batch draws its own (executor `single`)."""
-    delay_replay: str = ""
-    """A run's metrics.jsonl: batches have the staleness recorded there (executor `single`)."""
-    delay_stages: int = 0
-    """The original PipeDream at so many stages: stage s has a delay of stages - 1 - s (executor `single`)."""
-    delay_roles: tuple[str, ...] = ()
-    """Delay only parameters of these roles, or, with `not` first, all others (executor `single`)."""
-    delay_blocks: tuple[int, ...] = ()
-    """Delay only parameters of the blocks from the first of these two numbers to before the second (`single`)."""
-    backward_weights: Literal["read", "newest", "pipemare"] = "read"
-    """Weights that the backward multiplies by: those that the forward read, the newest, or the newest led back by
-    PipeMare's T2 (executor `single`)."""
-    sync_until_step: int = 0
-    """Updates without delay at the start; error feedback begins after them (executor `single`)."""
-    sync_from_step: int = 0
-    """Update from which on there is no delay and no error feedback; 0: never (executor `single`)."""
-    prediction: Literal["none", "spectrain", "xpipe"] = "none"
-    """Publish weights predicted from the optimizer's momentum, in place of error feedback."""
-    prediction_steps: float = 0.0
-    """Updates to predict ahead; 0: the delay."""
-    correction: Literal[
-        "none", "dc_asgd", "dc_asgd_adaptive", "gap_aware", "gradient_feedback", "agc", "agc_damping"
-    ] = "none"
-    """What is done to a stale gradient."""
-    correction_strength: float = 0.0
-    """lambda of dc_asgd and dc_asgd_adaptive, c of gradient_feedback."""
-    agc: AgcConfig = dataclasses.field(default_factory=AgcConfig)
-    lr_discount: Literal["none", "inverse_staleness", "pipemare", "aalr"] = "none"
-    """Factor on the learning rate by staleness."""
-    lr_discount_steps: int = 0
-    """Updates until pipemare uses the whole rate."""
-    aalr_threshold: Coefficient = "auto"
-    """Mean staleness above which aalr cuts the rate; auto: 1.5 times what the gradients in flight must give."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How a batch is cut into microbatches and the model into stages."""
-
-    num_stages: int = 2
-    """Pipeline stages, one rank each (executor `pipeline`)."""
-    num_microbatches: int = 4
-    """Microbatches a batch, accumulated in order; also with the executor `single`."""
-    pipeline_schedule: PipelineSchedule = "two_bw"
-    """Order of forwards, backwards and optimizer steps (executor `pipeline`)."""
-    num_extra_in_flight: int = 0
-    """Further microbatches started ahead, to hide message latency (schedule `two_bw`)."""
-    timeout_s: float = 120.0
-    """Seconds without progress after which a blocked run ends with the name of the blocked action."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataParallelConfig:
-    """Workers that train one model at their own speeds (executor `dataparallel`).
-
-    A step is always of the tokens of pipeline.num_microbatches microbatches, whoever computes them.
-    """
-
-    num_workers: int = 0
-    """Workers; 0: one for each of emulate_speeds, and 2 without them."""
-    mode: Literal["async", "sync"] = "async"
-    """`async`: nobody waits. `sync`: all gradients are averaged at every step, in equal shares, and everyone waits for
-    the slowest."""
-    pushes_per_step: int = 0
-    """Gradients that make a step; 0: as many as there are workers, which is safe. 1: the least stale weights, and
-    steps of one worker's gradient each."""
-    dynamic_batches: Switch = True
-    """Give faster workers more microbatches, so that all cycles take the same time (mode `async`)."""
-    min_microbatches: int = 1
-    """Least microbatches of a worker's gradient."""
-    max_microbatches: int = 0
-    """Most microbatches of a worker's gradient; 0: no limit."""
-    max_staleness: int = 0
-    """A worker waits for new work while taking it could make any gradient staler than this; 0: no bound."""
-    unit: Literal["gradient", "pseudo_gradient"] = "gradient"
-    """What a worker pushes. `pseudo_gradient`: it takes local_steps optimizer steps by itself, and pushes how far they
-    led (mode `async`)."""
-    local_steps: int = 1
-    """Optimizer steps that a worker takes between two pushes; a step of the run is then of so many batches."""
-    outer_lr: float = 0.7
-    """Rate at which the server follows a mean pseudo-gradient; 1: all the way."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the server's steps; 0: none."""
-    outer_momentum_every: int = 0
-    """Steps of the server between two of that momentum; 0: as many as it takes until all workers have pushed once."""
-    outer_momentum_spread: float = 0.0
-    """Share of that momentum that each of the steps between takes, at most 1 / outer_momentum_every."""
-    wire: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Numbers that gradients are pushed in. `int8`: a byte each, and a scale for each 2048 of them."""
-    emulate_speeds: Numbers = ()
-    """Speed of each worker relative to the first kind, such as 1,1,1,0.25; none: all alike."""
-    emulate_microbatch_ms: float = 0.0
-    """Compute time of a microbatch at speed 1, at least four times the real one; 0: as long as it takes, and 100 ms of
-    the virtual clock with the engine `inline`."""
-    emulate_jitter: float = 0.0
-    """Standard deviation of the logarithm of each cycle's time."""
-    seed: int = 0
-    """Seed of the jitter."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Length and numerics of the run."""
-
-    num_steps: int = 200
-    """Batches, and updates: update k (from 1) is made of batch k-1."""
-    microbatch_size: int = 4
-    """Sequences a microbatch; a batch has this times pipeline.num_microbatches."""
-    threads_per_rank: int = 1
-    """CPU threads of each process; a different count may round differently."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto: CUDA where it is available."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
-    max_skipped_steps: int = 3
-    """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """Held-out loss, on the trained weights x and on the optimizer's weights y."""
-
-    every_steps: int = 0
-    """Updates between evaluations; 0: only before the first and after the last."""
-    num_sequences: int = 256
-    """Validation sequences read, from the first on; fewer where the split has fewer."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When the whole state is saved. A run always saves at its last step."""
-
-    every_steps: int = 0
-    """Updates between checkpoints; 0: only the last."""
-    keep_last: int = 2
-    """Complete checkpoints kept; older ones are removed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """What is shown while training. metrics.jsonl always has every step."""
-
-    every_steps: int = 10
-    """Updates between lines on a plain terminal or in a file."""
-    trace_steps: int = 0
-    """Steps, from this start on, whose actions trace.json shows for each rank (executor `pipeline`); 0: none."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """A whole run."""
-
-    run_dir: str = "runs/default"
-    """Where config, metrics, evaluations, summary and checkpoints go."""
-    executor: Executor = "single"
-    """`single`: one process, any delay. `pipeline`: one rank a stage. `dataparallel`: workers and a parameter
-    server."""
-    engine: Engine = "process"
-    """Where workers live (executor `dataparallel`). `process`: a process each, on this machine. `inline`: in this
-    process, on a virtual clock; the same run, to the bit, every time. `ray`: anywhere in a Ray cluster."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    staleness: StalenessConfig = dataclasses.field(default_factory=StalenessConfig)
-    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
-    dataparallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    log: LogConfig = dataclasses.field(default_factory=LogConfig)
-
-    @property
-    def local_steps(self) -> int:
-        """Batches that a step of the run takes: more than one where workers take optimizer steps by themselves."""
-        settings = self.dataparallel
-        is_local = self.executor == "dataparallel" and settings.unit == "pseudo_gradient"
-        return settings.local_steps if is_local else 1
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences a batch."""
-        return self.train.microbatch_size * self.pipeline.num_microbatches
-
-    @property
-    def batch_tokens(self) -> int:
-        """Tokens a batch."""
-        return self.batch_size * self.data.sequence_length
 
 
 def load_toml(path: str | Path) -> Config:
@@ -425,6 +100,16 @@ def load_toml(path: str | Path) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     return from_dict(table, source=str(path))
+
+
+def explicit_settings(path: str | Path) -> set[str]:
+    """Return the dotted names of the settings that a config file names.
+
+    Raises:
+        ConfigError: As :func:`load_toml`.
+    """
+    load_toml(path)
+    return set(_flat(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
 
 
 def from_dict(table: Mapping[str, Any], *, source: str = "config") -> Config:
@@ -548,6 +233,7 @@ def _check_ranges(config: Config) -> None:
         "checkpoint.keep_last": config.checkpoint.keep_last,
         "log.every_steps": config.log.every_steps,
         "staleness.agc.blocks_per_group": config.staleness.agc.blocks_per_group,
+        "dataparallel.num_stages": config.dataparallel.num_stages,
         "dataparallel.min_microbatches": config.dataparallel.min_microbatches,
         "dataparallel.local_steps": config.dataparallel.local_steps,
     }
@@ -568,6 +254,7 @@ def _check_ranges(config: Config) -> None:
         "dataparallel.outer_momentum_every": config.dataparallel.outer_momentum_every,
         "dataparallel.emulate_microbatch_ms": config.dataparallel.emulate_microbatch_ms,
         "dataparallel.emulate_jitter": config.dataparallel.emulate_jitter,
+        "dataparallel.ray_gpus": config.dataparallel.ray_gpus,
         "train.max_skipped_steps": config.train.max_skipped_steps,
         "optim.max_grad_norm": config.optim.max_grad_norm,
     }
@@ -594,20 +281,26 @@ SINGLE_ONLY = (
     "sync_until_step",
     "sync_from_step",
 )
-"""Settings of :class:`StalenessConfig` that only the executor `single` can follow."""
+"""Settings of :class:`StalenessConfig` that only the executor `single` can follow, but for :data:`PIPELINE_TOO`."""
+
+PIPELINE_TOO = ("sync_until_step", "sync_from_step")
+"""Those that a pipeline can follow as well."""
 
 FREE_TO_CHANGE = (
     "run_dir",
     "executor",
     "engine",
     "data.path",
+    "data.stream",
     "model.activation_checkpointing",
     "pipeline.num_stages",
     "pipeline.pipeline_schedule",
     "pipeline.num_extra_in_flight",
     "pipeline.timeout_s",
     "dataparallel.num_workers",
+    "dataparallel.num_stages",
     "dataparallel.emulate_",
+    "dataparallel.ray_",
     "train.num_steps",
     "train.device",
     "train.threads_per_rank",

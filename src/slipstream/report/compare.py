@@ -17,6 +17,9 @@ from slipstream.report.render import render
 from slipstream.report.results import write_json
 from slipstream.report.verdict import switch_sentence
 
+NUM_SEEDS, TOLERANCE = 3, 0.005
+"""With `--from`, where nothing else is asked for."""
+
 CELLS = "cells"
 """Folder of the run directories, below that of the comparison."""
 
