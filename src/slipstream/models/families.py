@@ -1,7 +1,9 @@
 """The families of models on the Hugging Face hub that compute what ours compute: their settings and names.
 
 A family is a row of :data:`FAMILIES`. The conventions are the same (halves of a head's channels are turned as pairs,
-matrices are stored (out, in)), so weights are renamed and never changed. Imports no torch.
+matrices are stored (out, in)), so weights are renamed and not changed, but for one factor of two: where a family weighs
+the expert for all tokens with a sigmoid, its gate is written as zero, which halves the output of any input exactly, and
+the expert's last matrix is doubled, which is exact as well. Imports no torch.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ from typing import Any
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.models.shapes import parameter_names
+from slipstream.models.shapes import expert_layers, parameter_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,10 @@ class Family:
     """Our setting to the key of ``config.json``."""
     dense_layers: str = ""
     """Key that lists the layers without experts; none: there are no such layers."""
+    shared_width: str = ""
+    """Key of the inner width of the expert for all tokens; none: the family has no such expert."""
+    shared_gate: str = ""
+    """Their name of what weighs the expert for all tokens, a row (1, D) under a sigmoid."""
     defaults: Mapping[str, Any]
     """What an absent key of ``config.json`` means to transformers."""
     fixed: Mapping[str, tuple[Any, ...]]
@@ -87,6 +93,11 @@ _QWEN_EXPERTS = {
     "blocks.{layer}.ffn.expert_up.weight": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
     "blocks.{layer}.ffn.expert_down.weight": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
 }
+_SHARED_EXPERT = {
+    "blocks.{layer}.ffn.shared.gate.weight": "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
+    "blocks.{layer}.ffn.shared.up.weight": "model.layers.{layer}.mlp.shared_expert.up_proj.weight",
+    "blocks.{layer}.ffn.shared.down.weight": "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
+}
 _MIXTRAL_EXPERTS = {
     "blocks.{layer}.ffn.router.weight": "model.layers.{layer}.block_sparse_moe.gate.weight",
     "blocks.{layer}.ffn.expert_gate.weight": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
@@ -99,17 +110,27 @@ FAMILIES = (
         model_type="llama",
         architecture="LlamaForCausalLM",
         has_experts=False,
-        switches={"qk_norm": False},
+        switches={"qk_norm": False, "sliding_window": 0},
         settings=_SETTINGS,
         defaults=_DEFAULTS,
         fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
         parameters=_ATTENTION | _FFN,
     ),
     Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        has_experts=False,
+        switches={"qk_norm": False},
+        settings={**_SETTINGS, "sliding_window": "sliding_window"},
+        defaults={**_DEFAULTS, "sliding_window": 4096},
+        fixed={"hidden_act": ("silu",)},
+        parameters=_ATTENTION | _FFN,
+    ),
+    Family(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         has_experts=False,
-        switches={"qk_norm": True},
+        switches={"qk_norm": True, "sliding_window": 0},
         settings=_SETTINGS,
         defaults={**_DEFAULTS, "head_dim": 128},
         fixed={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
@@ -119,7 +140,13 @@ FAMILIES = (
         model_type="mixtral",
         architecture="MixtralForCausalLM",
         has_experts=True,
-        switches={"qk_norm": False, "router_renormalize": True, "num_shared_experts": 0, "num_dense_layers": 0},
+        switches={
+            "qk_norm": False,
+            "sliding_window": 0,
+            "router_renormalize": True,
+            "num_shared_experts": 0,
+            "num_dense_layers": 0,
+        },
         # There is no other feed-forward than the experts: the last row is what is written.
         settings={
             **_SETTINGS,
@@ -135,7 +162,7 @@ FAMILIES = (
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         has_experts=True,
-        switches={"qk_norm": True, "num_shared_experts": 0},
+        switches={"qk_norm": True, "sliding_window": 0, "num_shared_experts": 0},
         settings={
             **_SETTINGS,
             **_EXPERT_SETTINGS,
@@ -152,6 +179,30 @@ FAMILIES = (
             "decoder_sparse_step": (1,),
         },
         parameters=_ATTENTION | _QK_NORM | _FFN | _QWEN_EXPERTS,
+    ),
+    Family(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        has_experts=True,
+        switches={"qk_norm": False, "sliding_window": 0},
+        settings={
+            **_SETTINGS,
+            **_EXPERT_SETTINGS,
+            "num_experts": "num_experts",
+            "expert_ffn_dim": "moe_intermediate_size",
+            "router_renormalize": "norm_topk_prob",
+        },
+        dense_layers="mlp_only_layers",
+        shared_width="shared_expert_intermediate_size",
+        shared_gate="model.layers.{layer}.mlp.shared_expert_gate.weight",
+        defaults=_DEFAULTS,
+        fixed={
+            "hidden_act": ("silu",),
+            "qkv_bias": (False,),
+            "use_sliding_window": (False,),
+            "decoder_sparse_step": (1,),
+        },
+        parameters=_ATTENTION | _FFN | _QWEN_EXPERTS | _SHARED_EXPERT,
     ),
 )
 """The families that can be read and written."""
@@ -171,7 +222,9 @@ def family_of(cfg: ModelConfig) -> Family:
     for family in FAMILIES:
         if bool(cfg.num_experts) != family.has_experts:
             continue
-        wanted = {name: value for name, value in family.switches.items() if getattr(cfg, name) != value}
+        wanted = {name: str(value) for name, value in family.switches.items() if getattr(cfg, name) != value}
+        if family.shared_width and not cfg.num_shared_experts:
+            wanted["num_shared_experts"] = "1 or more"
         if not wanted:
             return family
         different[family.architecture] = ", ".join(f"model.{name} {value}" for name, value in wanted.items())
@@ -188,3 +241,10 @@ def hub_names(family: Family, cfg: ModelConfig) -> dict[str, str | list[str]]:
         packed = [theirs.format(layer=layer, expert=expert) for expert in range(cfg.num_experts)]
         names[ours] = packed if "{expert}" in theirs else theirs.format(layer=layer)
     return names
+
+
+def shared_gates(family: Family, cfg: ModelConfig) -> dict[str, str]:
+    """Return the family's name of the gate of each expert for all tokens, by our name of its last matrix."""
+    if not family.shared_gate:
+        return {}
+    return {f"blocks.{i}.ffn.shared.down.weight": family.shared_gate.format(layer=i) for i in expert_layers(cfg)}

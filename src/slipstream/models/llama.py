@@ -194,7 +194,7 @@ class Block(nn.Module):
     def _dropped(self, x_BTD: Tensor, site: str, dropout_key: DropoutKey | None) -> Tensor:
         if self.cfg.dropout == 0 or dropout_key is None:
             return x_BTD
-        seed = _stable_seed("dropout", self.cfg.seed, *dropout_key, self.layer, site)
+        seed = stable_seed("dropout", self.cfg.seed, *dropout_key, self.layer, site)
         generator = torch.Generator(x_BTD.device).manual_seed(seed)
         kept_BTD = torch.rand(x_BTD.shape, generator=generator, device=x_BTD.device) >= self.cfg.dropout
         return x_BTD * (kept_BTD / (1 - self.cfg.dropout)).to(x_BTD.dtype)
@@ -206,6 +206,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.channels = head_dim(cfg)
+        self.window = cfg.sliding_window
         q_width, kv_width = cfg.num_heads * self.channels, cfg.num_kv_heads * self.channels
         self.q = Linear(cfg.dim, q_width, device=device, dtype=dtype)
         self.k = Linear(cfg.dim, kv_width, device=device, dtype=dtype)
@@ -217,16 +218,19 @@ class Attention(nn.Module):
         self.k_norm = norm() if cfg.qk_norm else None
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the attended values (B, T, D); position t sees positions 0 to t."""
+        """Return the attended values (B, T, D); position t sees positions 0 to t, or as many of them as the window."""
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.channels))
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.channels))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.channels))
-        out_BHTC = F.scaled_dot_product_attention(
-            q_BTHC.transpose(1, 2), k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        q, k, v = (each.transpose(1, 2) for each in (q_BTHC, k_BTKC, v_BTKC))
+        if 0 < self.window < x_BTD.shape[1]:
+            mask_TT = window_mask(x_BTD.shape[1], self.window, device=x_BTD.device)
+            out_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, enable_gqa=True)
+        else:
+            out_BHTC = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return cast(Tensor, self.o(out_BHTC.transpose(1, 2).flatten(-2)))
 
 
@@ -253,6 +257,19 @@ def _feed_forward(
     width = shared_width(cfg)
     shared = FeedForward(cfg.dim, width, device=device, dtype=dtype) if width else None
     return MixtureOfExperts(cfg, layer, shared=shared, device=device, dtype=dtype)
+
+
+def window_mask(num_positions: int, window: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Return which positions (columns) each position (rows) sees: itself and the ``window - 1`` before it.
+
+    Example:
+        >>> window_mask(4, 2).int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+    Source: Jiang et al., Mistral 7B, arXiv 2310.06825, section 2.
+    """
+    ones = torch.ones(num_positions, num_positions, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
 
 
 def rotary_tables(x_BTD: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -307,14 +324,14 @@ def _draw_weights(stage: Stage, cfg: ModelConfig) -> None:
         # What writes to the residual stream is smaller, since 2 L such terms add up (GPT-2's rule).
         writes = kind in ("o", "ffn_down", "expert_down")
         std = cfg.init_std / (2 * cfg.num_layers) ** 0.5 if writes else cfg.init_std
-        generator = torch.Generator().manual_seed(_stable_seed("weights", cfg.seed, tied.get(name, name)))
+        generator = torch.Generator().manual_seed(stable_seed("weights", cfg.seed, tied.get(name, name)))
         # Drawn as float32 on the CPU always: the same weights on any device, rounded to dtype.
         plain = parameter.device.type == "cpu" and parameter.dtype == torch.float32
         drawn = parameter if plain else torch.empty(parameter.shape, dtype=torch.float32)
         parameter.copy_(drawn.normal_(0.0, std, generator=generator))
 
 
-def _stable_seed(*parts: str | int) -> int:
+def stable_seed(*parts: str | int) -> int:
     """Return a seed that is the same in every process, unlike Python's own hash."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

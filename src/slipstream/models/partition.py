@@ -24,7 +24,12 @@ class StageSpec:
 
 def whole(cfg: ModelConfig) -> StageSpec:
     """Return the one stage that holds the whole model."""
-    return StageSpec(blocks=range(cfg.num_layers), embed=True, head=True)
+    return uncut(cfg.num_layers)
+
+
+def uncut(num_blocks: int) -> StageSpec:
+    """Return the one stage that holds so many blocks, which are all."""
+    return StageSpec(blocks=range(num_blocks), embed=True, head=True)
 
 
 def partition(costs: Sequence[float], num_stages: int) -> list[range]:
@@ -107,8 +112,17 @@ def stages(cfg: ModelConfig, num_stages: int, *, sequence_length: int = 0) -> li
         StageSpec(blocks=range(0, 2), embed=True, head=False)
         StageSpec(blocks=range(2, 4), embed=False, head=True)
     """
-    cuts = partition(layer_costs(cfg, sequence_length=sequence_length), num_stages)
-    return [StageSpec(blocks=blocks, embed=blocks.start == 0, head=blocks.stop == cfg.num_layers) for blocks in cuts]
+    return cut(layer_costs(cfg, sequence_length=sequence_length), num_stages)
+
+
+def cut(costs: Sequence[float], num_stages: int) -> list[StageSpec]:
+    """Cut a row of blocks of known costs into stages by :func:`partition`.
+
+    Raises:
+        ConfigError: As :func:`partition`.
+    """
+    parts = partition(costs, num_stages)
+    return [StageSpec(blocks=blocks, embed=blocks.start == 0, head=blocks.stop == len(costs)) for blocks in parts]
 
 
 def _best_cuts(

@@ -23,7 +23,10 @@ Role = Literal[
     "expert_down",
     "router",
     "bias",
+    "matrix",
+    "other",
 ]
+"""`matrix`: of a block, of a model that has other names than ours; `other`: what AdamW takes, whatever it is."""
 
 _ROLE_OF_MODULE: dict[str, Role] = {
     "embed": "embedding",
@@ -47,7 +50,7 @@ _ROLE_OF_MODULE: dict[str, Role] = {
 }
 
 _MATRIX_ROLES = frozenset(
-    {"q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down", "expert_gate", "expert_up", "expert_down"}
+    {"q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down", "expert_gate", "expert_up", "expert_down", "matrix"}
 )
 
 

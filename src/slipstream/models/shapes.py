@@ -52,6 +52,10 @@ def check_model(cfg: ModelConfig) -> None:
             f"{given} gives heads of odd width {head_dim(cfg)}, but rotary positions turn channels in pairs. Choose "
             "them so that the width is even."
         )
+    if cfg.sliding_window < 0:
+        raise ConfigError(
+            f"model.sliding_window is {cfg.sliding_window}. Allowed: whole numbers from 1, or 0 for none."
+        )
     if not 0 <= cfg.dropout < 1:
         raise ConfigError(f"model.dropout is {cfg.dropout}. Allowed: from 0 (none) to below 1.")
     for name in ("rope_theta", "norm_eps", "init_std"):
