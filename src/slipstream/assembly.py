@@ -12,13 +12,11 @@ from torch.func import functional_call
 
 from slipstream.config import Coefficient, Config
 from slipstream.executor import Point, Snapshot, StateReader
-from slipstream.models.llama import build_stage
 from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import StageSpec
-from slipstream.models.roles import role
-from slipstream.models.shapes import parameter_names, tied_names
+from slipstream.models.parts import LlamaParts, ModelParts
 from slipstream.optim.build import build_optimizers
-from slipstream.optim.lr import lr_factor
+from slipstream.optim.lr import rate_factor
 from slipstream.optim.state import WHOLE_OPTIMIZER, export_state, import_state, join_tensors, split_tensors
 from slipstream.staleness.agc import Rate
 from slipstream.staleness.auto_feedback import AutoErrorFeedback
@@ -43,8 +41,10 @@ class StageParts:
         spec: Which part of the model.
         num_versions: Versions of the weights held at once.
         device: Where everything lives.
+        model: What it is a part of; ``None``: the decoder that the settings describe.
 
     Attributes:
+        model: The whole, of which it is a part.
         names: Parameters of the *whole* model in module order, a tied pair once.
         modules: One module a buffer of the ring; version v is computed with ``modules[v % num_versions]``.
         leaves: The leaf parameters of each module, by leaf name.
@@ -55,12 +55,20 @@ class StageParts:
         router_log: What the routers of all modules note; empty without experts.
     """
 
-    def __init__(self, config: Config, spec: StageSpec, *, num_versions: int, device: torch.device) -> None:
-        model = config.model
-        tied = tied_names(model)
+    def __init__(
+        self,
+        config: Config,
+        spec: StageSpec,
+        *,
+        num_versions: int,
+        device: torch.device,
+        model: ModelParts | None = None,
+    ) -> None:
+        self.model = model = model or llama_parts(config)
+        tied = model.tied
         self.spec = spec
-        self.names = [name for name in parameter_names(model) if name not in tied]
-        module = build_stage(model, spec.blocks, embed=spec.embed, head=spec.head, device=device)
+        self.names = [name for name in model.names if name not in tied]
+        module = model.build(spec, device)
         self.tied_pair = next(((embedding, head) for head, embedding in tied.items()), None)
         self.parameter_of = {leaf: tied.get(leaf, leaf) for leaf, _ in module.named_parameters()}
         initial = {self.parameter_of[leaf]: tensor.detach() for leaf, tensor in module.named_parameters()}
@@ -75,14 +83,8 @@ class StageParts:
             for version, each in enumerate(self.modules)
         ]
         self._mixed: nn.Module | None = None
-        optimizers = build_optimizers(masters, config.optim, role=role)
-        factor = partial(
-            lr_factor,
-            warmup_steps=config.optim.lr_warmup_steps,
-            total_steps=config.optim.lr_total_steps or config.train.num_steps,
-            schedule=config.optim.lr_schedule,
-            final_fraction=config.optim.lr_final_fraction,
-        )
+        optimizers = build_optimizers(masters, config.optim, role=model.role)
+        factor = rate_factor(config.optim, num_steps=config.train.num_steps)
         self.step_size = build_step_size(config.staleness, num_in_flight=num_versions)
         self.updater = Updater(
             masters,
@@ -93,7 +95,7 @@ class StageParts:
             max_grad_norm=config.optim.max_grad_norm,
             corrections=build_corrections(
                 config.staleness,
-                role=role,
+                role=model.role,
                 lr=scheduled_rate(optimizers, factor),
                 warmup_steps=config.optim.lr_warmup_steps,
             ),
@@ -104,6 +106,11 @@ class StageParts:
     def owned(self) -> list[str]:
         """Parameters this rank answers for: all it holds but a tied one whose embedding lives elsewhere."""
         return [name for name in self.updater.masters if name in self.parameter_of]
+
+    @property
+    def live(self) -> range:
+        """Versions of the weights that can be read now."""
+        return self.updater.weights.live
 
     def by_parameter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Turn gradients by leaf name into gradients by parameter name; a tied pair's are added, embedding first."""
@@ -134,7 +141,7 @@ class StageParts:
             self._mixed.get_submodule(owner).register_parameter(attribute, parameter)
         return self._mixed, leaves
 
-    def forward_at(self, point: Point, x: Tensor) -> Tensor:
+    def forward_at(self, point: Point, x: Any) -> Tensor:
         """Compute one microbatch for evaluation: no dropout, no gradient.
 
         Args:
@@ -198,7 +205,7 @@ class StageParts:
             return {}
         by_role: dict[str, list[float]] = {}
         for name, value in zip(coefficients, torch.stack(list(coefficients.values())).tolist(), strict=True):
-            by_role.setdefault(f"error_feedback/{role(name)}", []).append(value)
+            by_role.setdefault(f"error_feedback/{self.model.role(name)}", []).append(value)
         return {kind: sum(held) / len(held) for kind, held in by_role.items()}
 
     def restore(self, state: StateReader) -> None:
@@ -223,6 +230,13 @@ class StageParts:
         updater.load_state_dict(state.scalars["updater"])
         if state.scalars.get("step_size"):  # absent in a checkpoint of an older version
             self.step_size.load_state_dict(state.scalars["step_size"])
+
+
+def llama_parts(config: Config) -> LlamaParts:
+    """Return the model that a run's settings describe."""
+    return LlamaParts(
+        cfg=config.model, microbatch_size=config.train.microbatch_size, sequence_length=config.data.sequence_length
+    )
 
 
 def sum_by_parameter(

@@ -2,8 +2,8 @@
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +11,8 @@ from slipstream.config import Config
 from slipstream.data import Dataset
 from slipstream.data.loader import Batch, Loader
 from slipstream.models.llama import cross_entropy_sum
+from slipstream.models.nested import map_tensors
+from slipstream.models.parts import Loss
 from slipstream.staleness.gradient import GradientAccumulator
 
 DropoutKey = tuple[int, int]
@@ -26,6 +28,7 @@ def run_microbatches(
     num_tokens: int,
     device: torch.device,
     saving: contextlib.AbstractContextManager[object] | None = None,
+    loss_sum: Loss = cross_entropy_sum,
 ) -> float:
     """Run forward and backward of each microbatch in order.
 
@@ -38,6 +41,7 @@ def run_microbatches(
             means arises.
         device: Where the module lives.
         saving: Context of each forward; it must be reusable.
+        loss_sum: Of the module's output and the targets, summed.
 
     Returns:
         The loss in nats, summed over the microbatches, over ``num_tokens``.
@@ -46,17 +50,17 @@ def run_microbatches(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for key, batch in microbatches:
         with saving:
-            logits = module(to_device(batch.inputs, device), dropout_key=key)
-        loss = cross_entropy_sum(logits, to_device(batch.targets, device)) / num_tokens
+            output = module(to_device(batch.inputs, device), dropout_key=key)
+        loss = loss_sum(output, to_device(batch.targets, device)) / num_tokens
         torch.autograd.backward(loss)
         accumulator.add(leaves)
         total += loss.detach()
     return float(total)
 
 
-def to_device(ids: np.ndarray, device: torch.device) -> Tensor:
-    """Return token ids as a tensor."""
-    return torch.from_numpy(ids).to(device)
+def to_device(values: Any, device: torch.device) -> Any:
+    """Return arrays as tensors on a device: token ids, or of a model of one's own tuples and tables of anything."""
+    return map_tensors(values, lambda tensor: tensor.to(device))
 
 
 def microbatch_loader(config: Config, dataset: Dataset) -> Loader:

@@ -239,3 +239,26 @@ def test_from_settings_to_summary(tmp_path, schedule):
     assert results["single"] == results["pipeline"]
     assert len(results["single"][1]) == 6
     assert len(results["single"][2]) == 4
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("window", "staleness"),
+    [
+        ({"sync_until_step": 2}, [0, 0, 1, 1, 1]),
+        ({"sync_from_step": 4}, [0, 1, 1, 0, 0]),
+        ({"sync_until_step": 1, "sync_from_step": 5}, [0, 1, 1, 1, 0]),
+        ({"sync_until_step": 9}, [0, 0, 0, 0, 0]),
+    ],
+    ids=["start", "cool-down", "both", "whole"],
+)
+def test_steps_without_delay_at_the_start_and_at_the_end(num_stages, window, staleness):
+    """The schedule changes twice in mid-run; each evaluation falls into whatever is in flight there."""
+    config = settings(
+        optim={"name": "muon"},
+        staleness={"delay": 1, "error_feedback": 1.0} | window,
+        model=HARD | {"tie_embeddings": True},
+    )
+    expected = single(config)
+    assert on_pipeline(as_pipeline(config, num_stages, extra=int(num_stages == 2))) == expected
+    assert [step[4] for step in expected.steps] == staleness

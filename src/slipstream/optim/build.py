@@ -100,6 +100,7 @@ def check_optim(cfg: OptimConfig, *, num_steps: int | None = None, device: torch
         total_steps=max(cfg.lr_warmup_steps, 1) if total_steps is None else total_steps,
         schedule=cfg.lr_schedule,
         final_fraction=cfg.lr_final_fraction,
+        decay_fraction=cfg.lr_decay_fraction,
     )
     matrix, vector = (nn.Parameter(torch.ones(*shape, device=device)) for shape in ((4, 4), (4,)))
     tiny = {"matrix": matrix, "vector": vector}
@@ -219,6 +220,12 @@ def _warnings(cfg: OptimConfig) -> list[str]:
         unused = {"adamw_lr": cfg.adamw_lr is not None, "adamw_args": bool(cfg.adamw_args)}
         for key in (key for key, is_set in unused.items() if is_set):
             found.append(f"optim.{key} has no effect with optim.name {cfg.name!r}: that rule takes all parameters.")
+    if cfg.lr_schedule != "wsd" and cfg.lr_decay_fraction != OptimConfig().lr_decay_fraction:
+        found.append(
+            f"optim.lr_decay_fraction has no effect with optim.lr_schedule {cfg.lr_schedule!r}, only with wsd."
+        )
+    if cfg.lr_schedule == "constant" and cfg.lr_final_fraction != OptimConfig().lr_final_fraction:
+        found.append("optim.lr_final_fraction has no effect with optim.lr_schedule 'constant', which never falls.")
     cls = find_rule(cfg.name)
     for key, value in {"lr": cfg.lr, "weight_decay": cfg.weight_decay}.items():
         if value and not _takes(cls, key):

@@ -2,21 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.assembly import StageParts
+from slipstream.assembly import StageParts, llama_parts
 from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport, merged
-from slipstream.models.llama import cross_entropy_sum
-from slipstream.models.partition import stages
-from slipstream.models.shapes import expert_layers
+from slipstream.microbatches import to_device
+from slipstream.models.partition import cut
+from slipstream.models.parts import ModelParts
 from slipstream.pipeline.actions import Action
+from slipstream.pipeline.flow import Flow
 from slipstream.pipeline.norms import NormExchange
-from slipstream.pipeline.schedules import ScheduleSpec, schedule_spec, stream
+from slipstream.pipeline.phases import phased_stream, staleness_of
+from slipstream.pipeline.schedules import ScheduleSpec, schedule_spec
 from slipstream.pipeline.stage import StageProgram
 from slipstream.pipeline.tied import TiedExchange
 from slipstream.pipeline.transport import Channel, Transport
@@ -26,7 +29,7 @@ from slipstream.staleness.updater import UpdateReport
 Noter = Callable[[int, str], None]
 """Is told (rank, text) before each action."""
 
-ProgramBuilder = Callable[[Config, BatchSource, ScheduleSpec, Transport], dict[int, StageProgram]]
+ProgramBuilder = Callable[[Config, BatchSource, ScheduleSpec, Transport], dict[int, StageProgram[StageParts]]]
 """Builds the stages that a rank holds; see :func:`build_programs`."""
 
 
@@ -43,6 +46,7 @@ class PipelineExecutor:
         note: Is told of each action before it runs.
         record_steps: Keep begin and end of every action in :attr:`spans` until so many steps are done.
         build: Builds this rank's stages; none: :func:`build_programs`.
+        model: What to train; ``None``: the decoder that the settings describe.
     """
 
     def __init__(
@@ -54,19 +58,20 @@ class PipelineExecutor:
         note: Noter = lambda rank, text: None,
         record_steps: int = 0,
         build: ProgramBuilder | None = None,
+        model: ModelParts | None = None,
     ) -> None:
+        self._model = model = model or llama_parts(config)
         self._config = config
         self._transport = transport
         self._rank = transport.rank
         self._note = note
         self._spec = pipeline_spec(config)
-        self._programs = (build or build_programs)(config, batches, self._spec, transport)
-        self._channels = self._open_channels()
-        self._received: dict[tuple[str, int, int | None], Tensor] = {}
-        self._produced: dict[tuple[str, int, int | None], Tensor] = {}
+        self._programs = (build or partial(build_programs, model=model))(config, batches, self._spec, transport)
+        self._flow = Flow(config, self._programs, transport, self._spec, shape=model.message_shape)
+        self._evaluated: dict[int, Tensor] = {}
         self._gradients: dict[tuple[int, int], Gradient] = {}
         names = next(iter(self._programs.values())).parts.names
-        self._norms = NormExchange(transport, names=names, router_layers=expert_layers(config.model))
+        self._norms = NormExchange(transport, names=names, router_layers=model.router_layers)
         self._tied = TiedExchange(transport, [program.parts for program in self._programs.values()])
         self._reports: list[UpdateReport] = []
         self._stream: Iterator[Action] | None = None
@@ -74,16 +79,7 @@ class PipelineExecutor:
         self._idle_noted_s = 0.0
         self._num_steps_to_record = record_steps
         self.spans: list[tuple[Action, float, float]] = []
-        self._do = {
-            "F": self._forward,
-            "B": self._backward,
-            "N": self._post_norm,
-            "O": self._step_optimizer,
-            "SEND_F": self._send_forward,
-            "RECV_F": self._receive_forward,
-            "SEND_B": self._send_backward,
-            "RECV_B": self._receive_backward,
-        }
+        self._do = self._flow.actions | {"N": self._post_norm, "O": self._step_optimizer}
 
     @property
     def step(self) -> int:
@@ -123,9 +119,9 @@ class PipelineExecutor:
         """
         batches = list(batches)
         self._note(self._rank, f"evaluation on {point}")
-        channels = {name: self._channel(name) for name in ("evaluate", "evaluate_wrap")}
+        channels = {name: self._flow.channel(name) for name in ("evaluate", "evaluate_wrap")}
         for stage in self._programs:
-            if source := self._neighbour(stage, -1, "evaluate"):
+            if source := self._flow.neighbour(stage, -1, "evaluate"):
                 channels[source[1]].expect(source[0], len(batches))
         total = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         for batch in batches:
@@ -153,18 +149,13 @@ class PipelineExecutor:
 
     def close(self) -> None:
         """Wait until what was sent has left. Only after the last step: an early stop leaves messages under way."""
-        for channel in self._channels.values():
-            channel.flush()
+        self._flow.flush()
 
     def _begin_stream(self) -> Iterator[Action]:
         first, end = self.step, self._config.train.num_steps
-        count = (end - first) * self._spec.num_microbatches
-        for stage in self._programs:
-            for direction, offset in (("forward", -1), ("backward", 1)):
-                if source := self._neighbour(stage, offset, direction):
-                    self._channels[source[1]].expect(source[0], count)
+        self._flow.expect((end - first) * self._spec.num_microbatches)
         self._tied.begin(end - first)
-        return stream(self._spec, rank=self._rank, first_batch=first, num_batches=end)
+        return phased_stream(self._spec, self._config.staleness, rank=self._rank, first_batch=first, num_batches=end)
 
     def _run(self, action: Action) -> None:
         self._note(self._rank, str(action))
@@ -175,56 +166,6 @@ class PipelineExecutor:
         self._do[action.op](action)
         self.spans.append((action, begin, time.perf_counter()))
 
-    def _forward(self, action: Action) -> None:
-        stage, _, microbatch, version = action
-        assert microbatch is not None
-        assert version is not None
-        received = self._received.pop(("forward", stage, microbatch), None)
-        output = self._programs[stage].forward(microbatch, version, received)
-        if output is not None:
-            self._hand_over("forward", stage, 1, microbatch, output)
-
-    def _backward(self, action: Action) -> None:
-        stage, _, microbatch, _ = action
-        assert microbatch is not None
-        received = self._received.pop(("backward", stage, microbatch), None)
-        gradient = self._programs[stage].backward(microbatch, received)
-        if gradient is not None:
-            self._hand_over("backward", stage, -1, microbatch, gradient)
-
-    def _hand_over(self, direction: str, stage: int, offset: int, microbatch: int, tensor: Tensor) -> None:
-        """Keep what the next stage needs until it is sent, or give it to that stage if it is on this rank."""
-        if stage + offset in self._programs:
-            self._received[direction, stage + offset, microbatch] = tensor
-        else:
-            self._produced[direction, stage, microbatch] = tensor
-
-    def _send_forward(self, action: Action) -> None:
-        self._send("forward", action, 1)
-
-    def _send_backward(self, action: Action) -> None:
-        self._send("backward", action, -1)
-
-    def _receive_forward(self, action: Action) -> None:
-        self._receive("forward", action, -1)
-
-    def _receive_backward(self, action: Action) -> None:
-        self._receive("backward", action, 1)
-
-    def _send(self, direction: str, action: Action, offset: int) -> None:
-        stage, _, microbatch, _ = action
-        neighbour = self._neighbour(stage, offset, direction)
-        assert neighbour is not None
-        self._channels[neighbour[1]].send(self._produced.pop((direction, stage, microbatch)), neighbour[0])
-
-    def _receive(self, direction: str, action: Action, offset: int) -> None:
-        stage, _, microbatch, _ = action
-        neighbour = self._neighbour(stage, offset, direction)
-        assert neighbour is not None
-        self._received[direction, stage, microbatch] = self._channels[neighbour[1]].receive(
-            neighbour[0], what=str(action)
-        )
-
     def _post_norm(self, action: Action) -> None:
         """Close a batch's gradient on one stage; with the rank's last stage, send its norms on their way."""
         stage, _, _, version = action
@@ -234,7 +175,7 @@ class PipelineExecutor:
         sums = self._tied.offer(parts, program.take_gradients())
         gradient = Gradient(
             tensors=parts.by_parameter(sums),
-            read_version=max(batch - self._spec.staleness, 0),
+            read_version=max(batch - staleness_of(self._spec, self._config.staleness, batch), 0),
             num_tokens=program.take_num_tokens(batch),
         )
         self._gradients[stage, version] = gradient
@@ -278,50 +219,27 @@ class PipelineExecutor:
         )
 
     def _evaluate_stage(
-        self, stage: int, program: StageProgram, batch: Batch, point: Point, channels: dict[str, Channel]
+        self, stage: int, program: StageProgram[StageParts], batch: Batch, point: Point, channels: dict[str, Channel]
     ) -> Tensor:
         """Pass one batch through one stage; return its loss on the last stage, 0 elsewhere."""
         device = self._transport.device
         if stage == 0:
-            x = torch.from_numpy(batch.inputs).to(device)
-        elif source := self._neighbour(stage, -1, "evaluate"):
+            x = to_device(batch.inputs, device)
+        elif source := self._flow.neighbour(stage, -1, "evaluate"):
             x = channels[source[1]].receive(source[0], what=f"activations for an evaluation at stage {stage}")
         else:
-            x = self._received.pop(("evaluate", stage, None))
+            x = self._evaluated.pop(stage)
         output = program.parts.forward_at(point, x)
         if program.parts.spec.head:
-            return cross_entropy_sum(output, torch.from_numpy(batch.targets).to(device)).double()
-        if destination := self._neighbour(stage, 1, "evaluate"):
+            return self._model.loss_sum(output, to_device(batch.targets, device)).double()
+        if destination := self._flow.neighbour(stage, 1, "evaluate"):
             channels[destination[1]].send(output, destination[0])
         else:
-            self._received["evaluate", stage + 1, None] = output
+            self._evaluated[stage + 1] = output
         return torch.zeros((), dtype=torch.float64, device=device)
 
-    def _neighbour(self, stage: int, offset: int, purpose: str) -> tuple[int, str] | None:
-        """Return the rank of the stage at an offset and the channel of messages to or from it.
-
-        ``None``: there is no such stage, or it is on this rank.
-        """
-        other, p = stage + offset, self._spec.num_ranks
-        if not 0 <= other < self._spec.num_stages or p == 1:
-            return None
-        wraps = min(stage, other) % p == p - 1
-        return other % p, f"{purpose}_wrap" if wraps else purpose
-
-    def _open_channels(self) -> dict[str, Channel]:
-        return {name: self._channel(name) for name in ("forward", "backward", "forward_wrap", "backward_wrap")}
-
-    def _channel(self, purpose: str) -> Channel:
-        config = self._config
-        return self._transport.channel(
-            purpose,
-            shape=(config.train.microbatch_size, config.data.sequence_length, config.model.dim),
-            dtype=getattr(torch, config.train.compute_dtype),
-            window=channel_window(self._spec, self._rank),
-        )
-
     def _idle_s(self) -> float:
-        return sum(channel.idle_s for channel in self._channels.values()) + self._norms.idle_s + self._tied.idle_s
+        return self._flow.idle_s + self._norms.idle_s + self._tied.idle_s
 
 
 def pipeline_spec(config: Config) -> ScheduleSpec:
@@ -338,26 +256,24 @@ def pipeline_spec(config: Config) -> ScheduleSpec:
     )
 
 
-def channel_window(spec: ScheduleSpec, rank: int) -> int:
-    """Return how many sent messages a rank keeps in each channel.
-
-    Of the neighbours the rank before has most in flight. Where all ranks pause at a step, that many gradients may wait
-    for it to go on, and who sent them must not wait with them.
-    """
-    return spec.num_ahead(max(rank - 1, 0)) + 2
-
-
 def build_programs(
-    config: Config, batches: BatchSource, spec: ScheduleSpec, transport: Transport
-) -> dict[int, StageProgram]:
+    config: Config,
+    batches: BatchSource,
+    spec: ScheduleSpec,
+    transport: Transport,
+    *,
+    model: ModelParts | None = None,
+) -> dict[int, StageProgram[StageParts]]:
     """Build the stages that a rank holds, in order."""
-    cuts = stages(config.model, spec.num_stages, sequence_length=config.data.sequence_length)
+    model = model or llama_parts(config)
+    cuts = cut(model.costs(), spec.num_stages)
     return {
         stage: StageProgram(
-            StageParts(config, cuts[stage], num_versions=spec.staleness + 1, device=transport.device),
+            StageParts(config, cuts[stage], num_versions=spec.staleness + 1, device=transport.device, model=model),
             batches,
             num_microbatches=spec.num_microbatches,
             device=transport.device,
+            loss_sum=model.loss_sum,
         )
         for stage in spec.stages(transport.rank)
     }

@@ -1,16 +1,46 @@
 """Forward and backward of one pipeline stage, and the microbatches in between."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.assembly import StageParts
 from slipstream.data.loader import Batch
 from slipstream.errors import StageError, StalenessError
 from slipstream.executor import BatchSource
+from slipstream.microbatches import DropoutKey, to_device
 from slipstream.models.llama import cross_entropy_sum
+from slipstream.models.moe import RouterLog
+from slipstream.models.partition import StageSpec
+from slipstream.models.parts import Loss
 from slipstream.staleness.gradient import GradientAccumulator
+
+
+class StageModules(Protocol):
+    """What a stage computes with: a module over each buffer of weights."""
+
+    @property
+    def spec(self) -> StageSpec:
+        """Which part of the model."""
+
+    @property
+    def leaves(self) -> Sequence[dict[str, nn.Parameter]]:
+        """Leaf parameters of each module, by name; version v is read from those of v mod their number."""
+
+    @property
+    def router_log(self) -> RouterLog:
+        """What the modules' routers note."""
+
+    @property
+    def live(self) -> range:
+        """Versions that can be read now."""
+
+    def module(self, version: int) -> nn.Module:
+        """Return the module whose leaves hold a live version."""
+
+
+Modules = TypeVar("Modules", bound=StageModules)
 
 
 class _InFlight(NamedTuple):
@@ -25,7 +55,7 @@ class _InFlight(NamedTuple):
     """Writes to those weights so far; more at its backward would mean that they are others now."""
 
 
-class StageProgram:
+class StageProgram(Generic[Modules]):
     """Computes one stage, microbatch by microbatch.
 
     A microbatch keeps its input leaf and its output from forward to backward; the graph between them holds the leaves
@@ -36,13 +66,23 @@ class StageProgram:
         batches: Gives the batch of an index.
         num_microbatches: Microbatches a batch.
         device: Where to compute.
+        loss_sum: Of the last stage's output and the targets, summed.
     """
 
-    def __init__(self, parts: StageParts, batches: BatchSource, *, num_microbatches: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Modules,
+        batches: BatchSource,
+        *,
+        num_microbatches: int,
+        device: torch.device,
+        loss_sum: Loss = cross_entropy_sum,
+    ) -> None:
         self.parts = parts
         self._batches = batches
         self._num_microbatches = num_microbatches
         self._device = device
+        self._loss_sum = loss_sum
         self._in_flight: dict[int, _InFlight] = {}
         self._accumulator = GradientAccumulator()
         self._batch: Batch | None = None
@@ -64,22 +104,20 @@ class StageProgram:
         Raises:
             StageError: The stage gave something that is not a tensor.
         """
-        batch, index = divmod(microbatch, self._num_microbatches)
+        batch, key, part, num_tokens = self._place(microbatch)
         spec = self.parts.spec
-        x = self._tokens(batch, index) if received is None else received.requires_grad_()
-        output = self.parts.module(version)(x, dropout_key=(batch, index))
+        x = to_device(part.inputs, self._device) if received is None else received.requires_grad_()
+        output = self.parts.module(version)(x, dropout_key=key)
         if not isinstance(output, Tensor):
             raise StageError(
                 f"the stage of blocks {spec.blocks.start} to {spec.blocks.stop - 1} returned a "
                 f"{type(output).__name__}; stages exchange one tensor. Pack what the next stage needs into one."
             )
         if spec.head:
-            part = self._part(batch, index)
-            targets = torch.from_numpy(part.targets).to(self._device)
             # The whole batch's token count is the one normalization, so no mean of means arises.
-            output = cross_entropy_sum(output, targets) / self._current(batch).num_tokens
+            output = self._loss_sum(output, to_device(part.targets, self._device)) / num_tokens
             self._losses[batch] = self._losses.get(batch, 0) + output.detach().double()
-        self._num_tokens[batch] = self._current(batch).num_tokens
+        self._num_tokens[batch] = num_tokens
         leaf = None if received is None else x
         self._in_flight[microbatch] = _InFlight(leaf, output, version, self._num_writes(version))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
@@ -101,7 +139,7 @@ class StageProgram:
         """
         x, output, version, num_writes = self._in_flight.pop(microbatch)
         if self._num_writes(version) != num_writes:
-            live = self.parts.updater.weights.live
+            live = self.parts.live
             raise StalenessError(
                 f"version {version} of the weights was overwritten while microbatch {microbatch} was between its "
                 f"forward and its backward; held are {live.start} to {live.stop - 1}. Its gradients would be those of "
@@ -134,11 +172,11 @@ class StageProgram:
         """Count in-place writes, which a leaf and its buffer share; about 0.1 us a parameter."""
         return sum(leaf._version for leaf in self._leaves(version).values())
 
-    def _tokens(self, batch: int, index: int) -> Tensor:
-        return torch.from_numpy(self._part(batch, index).inputs).to(self._device)
-
-    def _part(self, batch: int, index: int) -> Batch:
-        return self._current(batch).microbatch(index, self._num_microbatches)
+    def _place(self, microbatch: int) -> tuple[int, DropoutKey, Batch, int]:
+        """Return a microbatch's batch, the key of its dropout masks, its tokens, and the valid ones of the batch."""
+        batch, index = divmod(microbatch, self._num_microbatches)
+        whole = self._current(batch)
+        return batch, (batch, index), whole.microbatch(index, self._num_microbatches), whole.num_tokens
 
     def _current(self, index: int) -> Batch:
         """Return the batch being read; forwards go through batches in order, so one is enough."""

@@ -11,12 +11,13 @@ WHOLE_UP_TO_ONE = ("inverse_staleness", "pipemare")
 """Discounts that are 1 at a staleness of 1 as well."""
 
 
-def check_staleness(config: Config, *, delay: int | None) -> list[str]:
+def check_staleness(config: Config, *, delay: int | None, controls: bool = True) -> list[str]:
     """Check the settings of staleness against one another.
 
     Args:
         config: Resolved settings.
         delay: The largest that any batch has; ``None``: not known before the run.
+        controls: Also say what is a control: what acts though nothing is stale.
 
     Returns:
         A sentence for each setting that has no effect at this delay, and one for a control.
@@ -26,7 +27,7 @@ def check_staleness(config: Config, *, delay: int | None) -> list[str]:
     """
     _check_ranges(config.staleness)
     check_pairs(config)
-    idle_at_delay = [] if delay is None else _idle_at(config.staleness, delay)
+    idle_at_delay = [] if delay is None else _idle_at(config.staleness, delay, controls=controls)
     found = [*_idle(config.staleness), *idle_at_delay]
     return [*found, *check_agc(config, delay=delay), *check_aalr(config, delay=delay), *check_bound(config)]
 
@@ -97,8 +98,8 @@ def _idle(staleness: StalenessConfig) -> list[str]:
     return found
 
 
-def _idle_at(staleness: StalenessConfig, delay: int) -> list[str]:
-    """Return what has no effect at the delay, and what is a control there."""
+def _idle_at(staleness: StalenessConfig, delay: int, *, controls: bool) -> list[str]:
+    """Return what has no effect at the delay, and, if wanted, what is a control there."""
     found = []
     is_whole = delay == 0 or (delay == 1 and staleness.lr_discount in WHOLE_UP_TO_ONE)
     if staleness.lr_discount != "none" and is_whole:
@@ -123,7 +124,7 @@ def _idle_at(staleness: StalenessConfig, delay: int) -> list[str]:
         if value != getattr(default, name):
             shown = list(value) if isinstance(value, tuple) else value
             found.append(f"staleness.{name} {shown!r} has no effect at a delay of 0.")
-    if looks_ahead:
+    if looks_ahead and controls:
         name = "error_feedback" if staleness.error_feedback else "prediction"
         found.append(
             f"staleness.{name} at a delay of 0 is a control: it looks ahead though nothing is stale, which "

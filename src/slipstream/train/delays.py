@@ -66,10 +66,10 @@ def largest_delay(config: Config) -> int | None:
 
 def _leaf_delays(config: Config, delay: int) -> dict[str, int] | None:
     """Return the delay of each leaf where the settings tell them apart."""
-    staleness, names = config.staleness, parameter_names(config.model)
+    staleness = config.staleness
     if not (staleness.delay_stages or staleness.delay_roles or staleness.delay_blocks):
         return None
-    delays = dict.fromkeys(names, delay)
+    delays = dict.fromkeys(parameter_names(config.model), delay)
     if staleness.delay_stages:
         for stage, spec in enumerate(stages(config.model, staleness.delay_stages)):
             for leaf, _ in build_stage(

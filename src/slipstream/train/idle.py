@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from slipstream.config import Config, DataParallelConfig, LogConfig, PipelineConfig
+from slipstream.config import Config, DataParallelConfig, LogConfig, ModelConfig, PipelineConfig
 
 
 def idle_settings(config: Config) -> list[str]:
@@ -12,6 +12,25 @@ def idle_settings(config: Config) -> list[str]:
     Args:
         config: Resolved settings.
     """
+    found = _idle_experts(config)
+    if config.checkpoint.keep_best and not config.evaluate.every_steps:
+        never = "checkpoint.keep_best keeps the last step, the only one evaluated: give evaluate.every_steps as well."
+        found.append(never)
+    return [*found, *_idle_for_executor(config)]
+
+
+def _idle_experts(config: Config) -> list[str]:
+    """Name what says something of experts where there are none."""
+    names = ("experts_per_token", "expert_ffn_dim", "router_renormalize", "router_aux_loss", "router_z_loss")
+    default = ModelConfig()
+    given = [f"model.{name}" for name in names if getattr(config.model, name) != getattr(default, name)]
+    if config.model.num_experts or not given:
+        return []
+    verb = "has" if len(given) == 1 else "have"
+    return [f"{', '.join(given)} {verb} no effect with a model.num_experts of 0: no layer has experts."]
+
+
+def _idle_for_executor(config: Config) -> list[str]:
     if config.executor == "dataparallel":
         return _idle_with_workers(config)
     names = [f"dataparallel.{each.name}" for each in dataclasses.fields(DataParallelConfig)]
@@ -21,9 +40,12 @@ def idle_settings(config: Config) -> list[str]:
 
 
 def _idle_with_workers(config: Config) -> list[str]:
-    found = _sentence(config, ["pipeline.num_stages", "pipeline.pipeline_schedule", "log.trace_steps"])
+    names = ["pipeline.num_stages"]
+    if config.dataparallel.num_stages == 1:
+        names += ["pipeline.pipeline_schedule", "pipeline.num_extra_in_flight"]
+    found = _sentence(config, [*names, "log.trace_steps"])
     bound = config.dataparallel.max_staleness
-    if bound and config.dataparallel.num_workers == 1:
+    if bound and config.dataparallel.num_workers == config.gradients_per_worker == 1:
         found.append(
             f"dataparallel.max_staleness {bound} has no effect with one worker, whose gradients are never stale."
         )

@@ -1,22 +1,34 @@
 """A new run that begins with the weights of another model: the checkpoint of its step 0."""
 
 import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slipstream.assembly import StageParts
 from slipstream.config import Config, ModelConfig
 from slipstream.data import Dataset
+from slipstream.data.text_checks import same_ids
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import whole
+from slipstream.models.shapes import expert_width, head_dim
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, run_manifest
 from slipstream.train.export import check_logits
 from slipstream.train.rundir import RunDir
-from slipstream.train.trained import PROBE_TEXT, TrainedModel, open_trained
+from slipstream.train.trained import TrainedModel, open_trained
 
 TRAINING_ONLY = ("dropout", "activation_checkpointing", "seed", "init_std", "router_aux_loss", "router_z_loss")
 """Settings of :class:`ModelConfig` that say nothing about the weights that are there; the new run's own hold."""
+
+FOLLOWING: Mapping[str, Callable[[ModelConfig], int]] = {
+    "head_dim": head_dim,
+    "expert_ffn_dim": expert_width,
+    "vocab_size": lambda cfg: cfg.vocab_size,
+}
+"""Settings in which 0 means what follows from others, and what that is."""
 
 
 def open_origin(path: str | Path) -> tuple[TrainedModel, str]:
@@ -38,12 +50,41 @@ def open_origin(path: str | Path) -> tuple[TrainedModel, str]:
     return source, f"weights of {path}, {check_logits(source.path, source)}"
 
 
-def adopted_model(cfg: ModelConfig, source: TrainedModel) -> ModelConfig:
+def record_origin(run_dir: RunDir, source: TrainedModel) -> None:
+    """Note in a run's directory whose weights it begins with."""
+    run_dir.origin.write_text(json.dumps(_origin_of(source), indent=1) + "\n", encoding="utf-8")
+
+
+def check_no_origin(run_dir: RunDir) -> None:
+    """Refuse to begin a run at random that was to begin with another model's weights.
+
+    Raises:
+        CheckpointError: It was, and the checkpoint that holds them is not there.
+    """
+    if not run_dir.origin.is_file():
+        return
+    try:
+        path = str(json.loads(run_dir.origin.read_text(encoding="utf-8"))["path"])
+    except (OSError, ValueError, LookupError, TypeError):
+        path = "the model it was to begin with"
+    raise CheckpointError(
+        f"the run in {run_dir.path} begins with the weights of {path}, but the checkpoint of its step 0 was never "
+        f"finished or is lost: there is nothing to resume. Begin anew: --overwrite, with --init-from or --init-from-hf "
+        f"{path}."
+    )
+
+
+def _origin_of(source: TrainedModel) -> dict[str, Any]:
+    return {"path": str(source.path), "step": source.step}
+
+
+def adopted_model(cfg: ModelConfig, source: TrainedModel, *, given: Collection[str] = ()) -> ModelConfig:
     """Return the source's model with the settings of the new run that say nothing about its weights.
 
     Args:
         cfg: Settings of the new run. What is left at its default is taken from the source.
         source: Whose weights are taken.
+        given: Dotted settings that were asked for, equal to their default or not.
 
     Raises:
         ConfigError: A setting was given that the source contradicts.
@@ -51,12 +92,17 @@ def adopted_model(cfg: ModelConfig, source: TrainedModel) -> ModelConfig:
     default = ModelConfig()
     changes = {}
     for field in dataclasses.fields(ModelConfig):
-        given, theirs = getattr(cfg, field.name), getattr(source.cfg, field.name)
+        ours, theirs = getattr(cfg, field.name), getattr(source.cfg, field.name)
         if field.name in TRAINING_ONLY:
-            changes[field.name] = given
-        elif given not in (getattr(default, field.name), theirs):
+            changes[field.name] = ours
+            continue
+        is_left_open = ours == getattr(default, field.name) and f"model.{field.name}" not in given
+        # 0 stands for what follows from other settings or from the tokenizer.
+        is_left_open |= field.name in FOLLOWING and ours == 0
+        known = FOLLOWING[field.name](source.cfg) if field.name in FOLLOWING else theirs
+        if not is_left_open and ours not in (theirs, known):
             raise ConfigError(
-                f"model.{field.name} is {given!r}, but the model in {source.path} has {theirs!r}. Leave it out: the "
+                f"model.{field.name} is {ours!r}, but the model in {source.path} has {known!r}. Leave it out: the "
                 "model's shape is taken from there."
             )
     return dataclasses.replace(source.cfg, **changes)
@@ -81,9 +127,7 @@ def check_vocabulary(source: TrainedModel, dataset: Dataset) -> str | None:
     if source.tokenizer is None:
         return f"{source.path} has no tokenizer.json, so that nothing says whether ids mean the same in the data"
     known = source.tokenizer
-    if known.fingerprint() != new.fingerprint() and (
-        known.eos_id != new.eos_id or known.encode(PROBE_TEXT) != new.encode(PROBE_TEXT)
-    ):
+    if not same_ids(known, new):
         raise ConfigError(
             f"the data's tokenizer '{new.name}' gives a text other ids than that of the model in {source.path}. "
             f"{remedy}"
@@ -112,11 +156,8 @@ def initial_checkpoint(config: Config, source: TrainedModel, dataset: Dataset) -
     parts.updater.weights.restore({0: masters})
     folder = RunDir(Path(config.run_dir)).checkpoints
     writer = CheckpointWriter(folder, keep_last=config.checkpoint.keep_last)
-    manifest = run_manifest(
-        config, step=0, tokenizer=dataset.tokenizer.fingerprint(), data_sha256=dataset.manifest.digest()
-    )
-    origin = {"path": str(source.path), "step": source.step}
-    writer.save(0, parts.snapshot(), {**manifest, "initialised_from": origin})
+    manifest = run_manifest(config, step=0, tokenizer=dataset.tokenizer.fingerprint(), data_sha256=dataset.digest())
+    writer.save(0, parts.snapshot(), {**manifest, "initialised_from": _origin_of(source)})
     if writer.wait() is None:
         raise CheckpointError(f"cannot save a checkpoint in {folder}. Free space or choose another run directory.")
     return open_checkpoint(folder / f"step-{0:08d}")

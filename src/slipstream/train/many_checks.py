@@ -12,6 +12,7 @@ from torch import nn
 from slipstream.assembly import publish_method
 from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, load_toml, resolve, to_dict
 from slipstream.data import Dataset, open_data
+from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.shapes import check_model
 from slipstream.optim.build import build_optimizers, check_optim
@@ -27,7 +28,8 @@ class PlannedRun:
 
     Attributes:
         name: For people.
-        config: Its settings, with a run directory of its own, for the executor `single`.
+        config: Its settings, with a run directory of its own; for the executor `single`, or `dataparallel` with the
+            engine `inline`, which are one process each.
         begins_anew: Remove the run that its directory holds.
     """
 
@@ -51,12 +53,13 @@ def check_runs(runs: Sequence[PlannedRun], *, overwrite: bool = False, warn: Cal
         SlipstreamError: Of the kind and with the message that training would end with, the run's name before it.
         ConfigError: A directory holds a run with other settings.
     """
-    open_once: Callable[[str], Dataset] = functools.cache(open_data)
+    open_once: Callable[..., Dataset] = functools.cache(open_data)
     seen: set[str] = set()
     checked = []
     for run in runs:
         try:
-            dataset = open_once(run.config.data.path)
+            data = run.config.data
+            dataset = open_once(data.path, stream=data.stream, text_field=data.text_field)
             device = choose_device(run.config)
             vocab_size = dataset.tokenizer.vocab_size
             config = resolve(run.config, vocab_size=vocab_size, cuda=device.type == "cuda")
@@ -85,8 +88,11 @@ def _with_seed(config: Config, seed: int) -> Config:
 def _check(config: Config, dataset: Dataset, device: torch.device) -> list[str]:
     """Do what training does before its first step, on tiny weights; return warnings."""
     check_model(config.model)
+    if config.executor == "dataparallel":
+        check_dataparallel(config)
     warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)
-    check_staleness(config, delay=largest_delay(config))  # what has no effect at a delay, a grid leaves out by itself
+    # What has no effect at a delay, a grid leaves out by itself, and its controls are meant.
+    warnings += check_staleness(config, delay=largest_delay(config), controls=False)
     tiny = {"matrix": nn.Parameter(torch.ones(4, 4)), "vector": nn.Parameter(torch.ones(4))}
     publish_method(config, build_optimizers(tiny, config.optim, role={"matrix": "q", "vector": "norm"}.__getitem__))
     training_loader(config, dataset)

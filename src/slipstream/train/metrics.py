@@ -118,9 +118,11 @@ def router_figures(router: Sequence[RouterReport], *, loss: float) -> dict[str, 
     }
 
 
-def model_flops_utilisation(tokens_per_s: float | None, flops_per_token: float, device: torch.device) -> float | None:
+def model_flops_utilisation(
+    tokens_per_s: float | None, flops_per_token: float | None, device: torch.device
+) -> float | None:
     """Return the share of the device's peak, or ``None`` where the peak or the rate is not known."""
-    if device.type != "cuda" or tokens_per_s is None:
+    if device.type != "cuda" or tokens_per_s is None or flops_per_token is None:
         return None
     name = torch.cuda.get_device_name(device)
     peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if part in name]

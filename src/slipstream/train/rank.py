@@ -1,33 +1,40 @@
 """One rank of a run: from settings and a rendezvous to a finished training loop."""
 
 import contextlib
+import dataclasses
 import datetime
+import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its export list
 
 from slipstream.config import Config
-from slipstream.data import Batch, Dataset, open_data
+from slipstream.console import Console
+from slipstream.data import Batch, Dataset, StreamLoader, open_data
 from slipstream.data.loader import Loader
+from slipstream.data.tokenizer import Tokenizer
 from slipstream.dataparallel.engine import build_engine
 from slipstream.errors import ConfigError
 from slipstream.executor import Executor
 from slipstream.microbatches import microbatch_loader
-from slipstream.pipeline.runtime import PipelineExecutor
+from slipstream.models.parts import ModelParts
+from slipstream.models.shapes import flops_per_token
+from slipstream.pipeline.runtime import PipelineExecutor, pipeline_spec
 from slipstream.pipeline.transport import Transport, connecting
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
 from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
 from slipstream.train.rundir import RunDir
 from slipstream.train.single import SingleExecutor
 from slipstream.train.trace import trace_events, write_trace
-from slipstream.train.trainer import TimedSource, Trainer
+from slipstream.train.trackers import Trackers
+from slipstream.train.trainer import StopFlag, TimedSource, Trainer
 
 UNLIMITED = datetime.timedelta(days=365)
 """For waits on the store: writing a checkpoint takes as long as the disk takes."""
@@ -35,8 +42,36 @@ UNLIMITED = datetime.timedelta(days=365)
 Noter = Callable[[int, str], None]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a rank trains, and on what.
+
+    Attributes:
+        source: Gives the batches.
+        validation: Batches to evaluate on.
+        data_sha256: Identifies the data.
+        tokenizer: Whose ids the batches hold; ``None``: they hold something else.
+        model: What to train; ``None``: the decoder that the settings describe.
+    """
+
+    source: TimedSource
+    validation: Sequence[Batch]
+    data_sha256: str
+    tokenizer: Tokenizer | None
+    model: ModelParts | None = None
+
+
+OpenWorkload = Callable[[Config, int, Checkpoint | None], Workload]
+"""Takes resolved settings, a rank, and the checkpoint to continue from."""
+
+
 def run_here(
-    config: Config, dataset: Dataset, *, reporter: Reporter, checkpoint: Checkpoint | None
+    config: Config,
+    dataset: Dataset,
+    *,
+    reporter: Reporter,
+    checkpoint: Checkpoint | None,
+    stop: StopFlag | None = None,
 ) -> dict[str, Any] | None:
     """Train with the executor `single` or `dataparallel`: this process, which may have workers, has all the state.
 
@@ -45,6 +80,7 @@ def run_here(
         dataset: Opened data.
         reporter: Is told of every event.
         checkpoint: Where to continue from.
+        stop: Says when to stop; ``None``: signals do.
 
     Returns:
         The summary; ``None`` where the run was asked to stop and has saved.
@@ -56,16 +92,42 @@ def run_here(
         executor: Executor
         if config.executor == "dataparallel":
             source = TimedSource(microbatch_loader(config, dataset).batch)
+            work = _of_dataset(config, dataset, source)
             executor = end.enter_context(contextlib.closing(build_engine(config, source, device=device)))
         else:
-            source = TimedSource(training_loader(config, dataset).batch)
-            executor = SingleExecutor(config, source, device=device)
-        if checkpoint is not None:
-            executor.restore(checkpoint)
-        writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
-        return _trainer(
-            config, executor, source, dataset, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint
-        ).run()
+            work = _of_dataset(config, dataset, _timed(training_loader(config, dataset, checkpoint)))
+            executor = SingleExecutor(config, work.source, device=device)
+        return _train_here(config, executor, work, reporter=reporter, device=device, checkpoint=checkpoint, stop=stop)
+
+
+def run_single(
+    config: Config, open_workload: OpenWorkload, *, reporter: Reporter, checkpoint: Checkpoint | None
+) -> dict[str, Any] | None:
+    """Train any model with the executor `single`; see :func:`run_here`."""
+    torch.set_num_threads(config.train.threads_per_rank)
+    device = choose_device(config)
+    make_deterministic(device)
+    work = open_workload(config, 0, checkpoint)
+    executor = SingleExecutor(config, work.source, device=device, model=work.model)
+    return _train_here(config, executor, work, reporter=reporter, device=device, checkpoint=checkpoint)
+
+
+def _train_here(
+    config: Config,
+    executor: Executor,
+    work: Workload,
+    *,
+    reporter: Reporter,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+    stop: StopFlag | None = None,
+) -> dict[str, Any] | None:
+    if checkpoint is not None:
+        executor.restore(checkpoint)
+    writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
+    return _trainer(
+        config, executor, work, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint, stop=stop
+    ).run()
 
 
 def run_pipeline_rank(
@@ -76,6 +138,7 @@ def run_pipeline_rank(
     store: Store,
     checkpoint: Path | None,
     note: Noter = lambda rank, text: None,
+    open_workload: OpenWorkload | None = None,
 ) -> dict[str, Any] | None:
     """Train as one rank of a pipeline.
 
@@ -86,6 +149,7 @@ def run_pipeline_rank(
         store: Rendezvous of all ranks.
         checkpoint: Where to continue from.
         note: Is told of each action before it runs.
+        open_workload: Opens what to train; ``None``: tokens, with the decoder that the settings describe.
 
     Returns:
         The summary, on rank 0 of a run that reached its last step.
@@ -104,10 +168,16 @@ def run_pipeline_rank(
             timeout=datetime.timedelta(seconds=timeout_s),
         )
     transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=timeout_s)
-    dataset = open_data(config.data.path, verify=False)
-    source = TimedSource(training_loader(config, dataset).batch)
-    executor = PipelineExecutor(config, source, transport=transport, note=note, record_steps=config.log.trace_steps)
     resumed = open_checkpoint(checkpoint, verify=False) if checkpoint is not None else None
+    work = (open_workload or _open_tokens)(config, rank, resumed)
+    executor = PipelineExecutor(
+        config,
+        work.source,
+        transport=transport,
+        note=note,
+        record_steps=config.log.trace_steps,
+        model=work.model,
+    )
     if resumed is not None:
         executor.restore(resumed)
     writer = CheckpointWriter(
@@ -121,8 +191,7 @@ def run_pipeline_rank(
     trainer = _trainer(
         config,
         executor,
-        source,
-        dataset,
+        work,
         writer=writer,
         reporter=reporter,
         device=device,
@@ -195,6 +264,16 @@ def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def open_run_data(config: Config, *, verify: bool = True) -> Dataset:
+    """Open the data that a run's settings name.
+
+    Raises:
+        DataError: See :func:`slipstream.data.open_data`.
+    """
+    data = config.data
+    return open_data(data.path, stream=data.stream, text_field=data.text_field, verify=verify)
+
+
 def make_deterministic(device: torch.device) -> None:
     """Have CUDA compute the same bits each time, without which a resumed run would not equal a continuous one.
 
@@ -206,12 +285,29 @@ def make_deterministic(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def training_loader(config: Config, dataset: Dataset) -> Loader:
+def training_loader(config: Config, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Loader | StreamLoader:
     """Return the endless training batches.
 
+    Args:
+        config: Resolved settings.
+        dataset: Opened data.
+        checkpoint: Where reading goes on. Only a stream needs to know; other data than it was saved with is read from
+            its beginning.
+
     Raises:
-        DataError: The split has less than one batch.
+        DataError: The split has less than one batch; the checkpoint does not say where to go on.
     """
+    if dataset.stream is not None:
+        stream = StreamLoader(
+            dataset.stream,
+            sequence_length=config.data.sequence_length,
+            batch_size=config.batch_size,
+            seed=config.data.seed,
+        )
+        if checkpoint is not None:
+            is_same = checkpoint.manifest["data_sha256"] == dataset.digest()
+            stream.resume(checkpoint.step, checkpoint.manifest.get("data_state") if is_same else None)
+        return stream
     return Loader(
         dataset.train,
         sequence_length=config.data.sequence_length,
@@ -236,29 +332,66 @@ def validation_batches(config: Config, dataset: Dataset) -> list[Batch]:
     return [batch for batch, _ in loader]
 
 
+def _open_tokens(config: Config, rank: int, checkpoint: Checkpoint | None) -> Workload:
+    dataset = open_run_data(config, verify=False)
+    source = _timed(training_loader(config, dataset, checkpoint))
+    if dataset.stream is not None and not _reads_tokens(config, rank):
+        source = TimedSource(functools.partial(_untold, config))
+    return _of_dataset(config, dataset, source)
+
+
+def _of_dataset(config: Config, dataset: Dataset, source: TimedSource) -> Workload:
+    return Workload(
+        source=source,
+        validation=validation_batches(config, dataset),
+        data_sha256=dataset.digest(),
+        tokenizer=dataset.tokenizer,
+    )
+
+
+def _timed(loader: Loader | StreamLoader) -> TimedSource:
+    return TimedSource(loader.batch, state=loader.state if isinstance(loader, StreamLoader) else None)
+
+
+def _reads_tokens(config: Config, rank: int) -> bool:
+    """Return whether a rank has the embedding or the head."""
+    spec = pipeline_spec(config)
+    return bool({0, spec.num_stages - 1} & set(spec.stages(rank)))
+
+
+def _untold(config: Config, index: int) -> Batch:
+    """Return a batch for ranks that only count its tokens, in place of encoding text for nothing."""
+    ids = np.zeros((config.batch_size, config.data.sequence_length), dtype=np.int64)
+    return Batch(index=index, inputs=ids, targets=ids)
+
+
 def _trainer(
     config: Config,
     executor: Executor,
-    source: TimedSource,
-    dataset: Dataset,
+    work: Workload,
     *,
     writer: CheckpointWriter,
     reporter: Reporter,
     device: torch.device,
     checkpoint: Checkpoint | None,
     rank: int = 0,
+    stop: StopFlag | None = None,
 ) -> Trainer:
+    has_trackers = rank == 0 and config.log.trackers
     return Trainer(
         config,
         executor,
-        source=source,
-        validation=validation_batches(config, dataset),
-        tokenizer=dataset.tokenizer,
-        data_sha256=dataset.manifest.digest(),
+        source=work.source,
+        validation=work.validation,
+        tokenizer=work.tokenizer,
+        flops_per_token=flops_per_token(config.model, config.data.sequence_length) if work.model is None else None,
+        data_sha256=work.data_sha256,
         run_dir=RunDir(Path(config.run_dir)),
         writer=writer,
         reporter=reporter,
         device=device,
         rank=rank,
         resumed=checkpoint,
+        trackers=Trackers(config, note=reporter.note, resume_step=executor.step) if has_trackers else None,
+        stop=stop,
     )

@@ -7,7 +7,7 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from slipstream.data.loader import Batch
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import NonFiniteError
 from slipstream.executor import BatchSource, Executor, StepReport
-from slipstream.models.shapes import flops_per_token
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, run_manifest
 from slipstream.train.evaluate import Evaluation, evaluate
 from slipstream.train.metrics import (
@@ -31,6 +30,10 @@ from slipstream.train.metrics import (
 )
 from slipstream.train.progress import Reporter
 from slipstream.train.rundir import RunDir
+from slipstream.train.trackers import Trackers
+
+WORKER_FIGURES = ("microbatches_by_worker", "throughput_share", "pushes_rejected", "restarts", "ledger_balanced")
+"""What ``metrics.jsonl`` says of workers now and then."""
 
 
 class TimedSource:
@@ -38,10 +41,12 @@ class TimedSource:
 
     Args:
         source: Gives the batch of an index.
+        state: Says where the batch of an index begins; none: its index says all.
     """
 
-    def __init__(self, source: BatchSource) -> None:
+    def __init__(self, source: BatchSource, *, state: Callable[[int], Mapping[str, Any]] | None = None) -> None:
         self._source = source
+        self.state = state
         self._spent_s = 0.0
 
     def __call__(self, index: int) -> Batch:
@@ -65,8 +70,15 @@ class StopFlag:
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopFlag]:
-    """Turn the first SIGTERM or Ctrl-C into a request to stop after the step; a second one acts at once."""
+def stop_signals(given: StopFlag | None = None) -> Iterator[StopFlag]:
+    """Turn the first SIGTERM or Ctrl-C into a request to stop after the step; a second one acts at once.
+
+    Args:
+        given: Somebody else sets it, and signals are left as they are.
+    """
+    if given is not None:
+        yield given
+        return
     flag = StopFlag()
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
@@ -91,13 +103,16 @@ class Trainer:
         executor: This rank's share of training, at the step to continue from.
         source: Where the executor takes its batches from.
         validation: Batches to evaluate on.
-        tokenizer: Whose ids the batches hold.
+        tokenizer: Whose ids the batches hold; ``None``: they hold something else.
+        flops_per_token: Of forward and backward; ``None``: not known.
         data_sha256: Identifies the data.
         run_dir: Where to write.
         writer: Saves checkpoints.
         reporter: Is told of every event; silent on ranks other than 0.
         rank: 0 writes the run directory's files.
         resumed: The checkpoint the executor was restored from.
+        trackers: Are shown every figure, on rank 0.
+        stop: Says when to stop; ``None``: signals do.
     """
 
     def __init__(
@@ -107,7 +122,8 @@ class Trainer:
         *,
         source: TimedSource,
         validation: Sequence[Batch],
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
+        flops_per_token: int | None,
         data_sha256: str,
         run_dir: RunDir,
         writer: CheckpointWriter,
@@ -115,22 +131,28 @@ class Trainer:
         device: torch.device,
         rank: int = 0,
         resumed: Checkpoint | None = None,
+        trackers: Trackers | None = None,
+        stop: StopFlag | None = None,
     ) -> None:
         self._config = config
         self._executor = executor
         self._source = source
         self._validation = validation
         self._tokenizer = tokenizer
+        self._flops_per_token = flops_per_token
         self._data_sha256 = data_sha256
         self._run_dir = run_dir
         self._writer = writer
         self._reporter = reporter
         self._device = device
         self._rank = rank
-        self._resumed = resumed
+        self._trackers = trackers
+        self._stop = stop
         self._step_times: collections.deque[float] = collections.deque(maxlen=50)
         self._skipped_in_a_row = 0
         self._weights_sha256 = str(resumed.manifest["weights_sha256"]) if resumed else ""
+        self._initialised_from = resumed.manifest.get("initialised_from") if resumed else None
+        self._best: dict[str, Any] | None = resumed.manifest.get("best") if resumed else None
         if rank == 0:
             self._metrics = JsonLines(run_dir.metrics, resume_step=executor.step)
             self._evaluations = JsonLines(run_dir.evaluations, resume_step=executor.step)
@@ -145,10 +167,20 @@ class Trainer:
         Raises:
             NonFiniteError: A loss was not finite, or too many gradients in a row were not.
         """
+        failed = True
+        try:
+            summary = self._run()
+            failed = False
+        finally:
+            if self._trackers is not None:
+                self._trackers.close(failed=failed)
+        return summary
+
+    def _run(self) -> dict[str, Any] | None:
         executor, config = self._executor, self._config
         self._reporter.start(step=executor.step, num_steps=config.train.num_steps)
         try:
-            with stop_signals() as stop:
+            with stop_signals(self._stop) as stop:
                 if executor.step == 0:
                     self._evaluate()
                 stopped = False
@@ -158,9 +190,10 @@ class Trainer:
                     self._record(report, time.perf_counter() - begin)
                     last = report.step == config.train.num_steps
                     stopped = report.stop and not last
+                    due = last or stopped or _due(report.step, config.checkpoint.every_steps)
                     if last or _due(report.step, config.evaluate.every_steps):
-                        self._evaluate()
-                    if last or stopped or _due(report.step, config.checkpoint.every_steps):
+                        due = self._is_best(self._evaluate()) or due
+                    if due:
                         self._save()
                 self._weights_sha256 = self._writer.wait() or self._weights_sha256
         except NonFiniteError:
@@ -196,7 +229,6 @@ class Trainer:
         wall_s, step_s = step_s, step_s if report.step_s is None else report.step_s
         # Two pushes at one instant of a virtual clock can make two steps, the second in no time.
         tokens_per_s = report.num_tokens / step_s if step_s else None
-        flops = flops_per_token(self._config.model, self._config.data.sequence_length)
         row: dict[str, Any] = {
             "step": report.step,
             "loss": report.loss,
@@ -209,39 +241,64 @@ class Trainer:
             "step_s": step_s,
             "num_tokens": report.num_tokens,
             "data_fraction": self._source.take_s() / wall_s,
-            "mfu": model_flops_utilisation(tokens_per_s, flops, self._device),
+            "mfu": model_flops_utilisation(tokens_per_s, self._flops_per_token, self._device),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "skipped": report.skipped,
         }
         if report.method_metrics and _due(report.step, self._config.log.every_steps):
             row["method_metrics"] = dict(report.method_metrics)
+        if self._config.executor == "dataparallel" and _due(report.step, self._config.log.every_steps):
+            figures = self._executor.figures()
+            row["workers"] = {key: figures[key] for key in WORKER_FIGURES}
         if report.router:
             row["router"] = router_figures(report.router, loss=report.loss)
         self._metrics.write(row)
+        if self._trackers is not None:
+            self._trackers.row(row, of="train")
         remaining = self._config.train.num_steps - report.step
         self._reporter.on_step(row, eta_s=remaining * statistics.fmean(self._step_times))
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> Evaluation:
         begin = time.perf_counter()
         evaluation: Evaluation = evaluate(
             self._executor,
             self._validation,
-            token_bytes=self._tokenizer.token_bytes(),
+            token_bytes=self._tokenizer.token_bytes() if self._tokenizer is not None else None,
         )
         if self._rank == 0:
             spent_s = time.perf_counter() - begin
             step = self._executor.step
-            self._evaluations.write({"step": step} | dataclasses.asdict(evaluation) | {"evaluation_s": spent_s})
+            row = {"step": step} | dataclasses.asdict(evaluation) | {"evaluation_s": spent_s}
+            self._evaluations.write(row)
+            if self._trackers is not None:
+                self._trackers.row(row, of="validation")
+            bits = evaluation.val_bits_per_byte
+            units = f"{evaluation.num_tokens} {'units' if bits is None else 'tokens'}"
             self._reporter.note(
                 f"evaluation at step {step}: val_loss {evaluation.val_loss:.4f} (x) {evaluation.val_loss_y:.4f} (y), "
-                f"{evaluation.val_bits_per_byte:.4f} bits per byte, {evaluation.num_tokens} tokens in {spent_s:.1f}s"
+                f"{'' if bits is None else f'{bits:.4f} bits per byte, '}{units} in {spent_s:.1f}s"
             )
+        return evaluation
+
+    def _is_best(self, evaluation: Evaluation) -> bool:
+        """Return whether the state is to be kept as the best so far; all ranks decide alike, on one sum."""
+        if not self._config.checkpoint.keep_best or not math.isfinite(evaluation.val_loss):
+            return False
+        if self._best is not None and evaluation.val_loss >= self._best["val_loss"]:
+            return False
+        self._best = {"step": self._executor.step, "val_loss": evaluation.val_loss}
+        return True
 
     def _save(self) -> None:
         step = self._executor.step
-        manifest = run_manifest(
-            self._config, step=step, tokenizer=self._tokenizer.fingerprint(), data_sha256=self._data_sha256
-        )
+        tokenizer = self._tokenizer.fingerprint() if self._tokenizer is not None else ""
+        manifest = run_manifest(self._config, step=step, tokenizer=tokenizer, data_sha256=self._data_sha256)
+        if self._initialised_from is not None:
+            manifest["initialised_from"] = self._initialised_from
+        if self._config.checkpoint.keep_best and self._best is not None:
+            manifest["best"] = self._best
+        if self._source.state is not None and self._rank == 0:
+            manifest["data_state"] = self._source.state(step)
         self._writer.save(step, self._executor.snapshot(), manifest)
 
     def _summarize(self) -> dict[str, Any]:
@@ -268,7 +325,10 @@ class Trainer:
             "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
             "weights_sha256": self._weights_sha256,
             "config_hash": config_hash(config),
+            "initialised_from": self._initialised_from,
         } | dataclasses.asdict(Totals.of(rows))
+        if config.checkpoint.keep_best and self._best is not None:
+            summary |= {"best_step": self._best["step"], "best_val_loss": self._best["val_loss"]}
         summary |= self._executor.figures()
         self._run_dir.summary.write_text(json.dumps(summary, indent=1) + "\n")
         return summary

@@ -254,3 +254,9 @@ def test_rules_of_the_users_own(tmp_path, monkeypatch):
         check_optim(OptimConfig(name="my_own_rules.torch"))
     with pytest.raises(ConfigError, match=r"cannot import 'my_broken_rules'.*ZeroDivisionError"):
         check_optim(OptimConfig(name="my_broken_rules.Rule"))
+
+
+def test_a_rate_that_never_falls_has_no_end():
+    (warning,) = check_optim(OptimConfig(lr_schedule="constant", lr_final_fraction=0.3))
+    assert warning.startswith("optim.lr_final_fraction has no effect with optim.lr_schedule 'constant'")
+    assert not check_optim(OptimConfig(lr_schedule="linear", lr_final_fraction=0.3))

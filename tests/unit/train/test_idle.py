@@ -51,3 +51,21 @@ def test_what_has_an_effect_is_not(executor, tables):
 def test_one_worker_is_never_stale():
     delays = {count: largest_delay(resolved("dataparallel", dataparallel={"num_workers": count})) for count in (1, 2)}
     assert delays == {1: 0, 2: None}
+
+
+@pytest.mark.parametrize(
+    ("model", "sentences"),
+    [
+        ({"router_aux_loss": 0.1}, ["model.router_aux_loss has no effect with a model.num_experts of 0"]),
+        (
+            {"experts_per_token": 4, "expert_ffn_dim": 8, "router_renormalize": False, "router_z_loss": 0.1},
+            ["model.experts_per_token, model.expert_ffn_dim, model.router_renormalize, model.router_z_loss have no"],
+        ),
+        ({"num_experts": 4, "router_aux_loss": 0.1}, []),
+        ({}, []),
+    ],
+)
+def test_what_speaks_of_experts_where_there_are_none(model, sentences):
+    found = idle_settings(from_dict({"model": model}))
+    assert len(found) == len(sentences)
+    assert all(each.startswith(sentence) for each, sentence in zip(found, sentences, strict=True))
