@@ -6,16 +6,35 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 
 from slipstream import __version__
-from slipstream.bench.settings import BenchExchangeConfig, BenchPipelineConfig
-from slipstream.config import Config, load_toml, to_toml
+from slipstream.arguments import (
+    BenchExchangeArgs,
+    BenchPipelineArgs,
+    CompareArgs,
+    ConfigArgs,
+    DoctorArgs,
+    EvalArgs,
+    ExportHfArgs,
+    GenerateArgs,
+    InspectArgs,
+    PrepareArgs,
+    ReportArgs,
+    ShowArgs,
+    SimulateArgs,
+    SimulateAsyncDpArgs,
+    StabilityArgs,
+    TrainArgs,
+    WatchArgs,
+    refuse_given,
+)
+from slipstream.config import Config, explicit_settings, load_toml, to_toml
+from slipstream.console import silence
 from slipstream.errors import ConfigError, SlipstreamError, nearest
-from slipstream.plan.fleet import FleetConfig
-from slipstream.plan.simulate import SimulateConfig, build_timeline, run_simulate
+from slipstream.plan.simulate import build_timeline, run_simulate
 from slipstream.plan.stability import StabilityConfig, run_stability, stability_text
 
 if TYPE_CHECKING:
@@ -23,240 +42,16 @@ if TYPE_CHECKING:
 
     from slipstream.data import TokenizerInfo
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConfigArgs(Config):
-    """A whole run: every setting is a flag, by its dotted name."""
-
-    config: str = ""
-    """TOML file to take settings from; flags come before it, it comes before the defaults."""
-
-    def settings(self) -> Config:
-        """Return the run's settings without the arguments of the command."""
-        return Config(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Config)})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainArgs(ConfigArgs):
-    """Train a model.
-
-    Every setting of the config file is a flag by its dotted name; flags come before the file, the file before the
-    defaults. With --resume and without --config, the run's own config is taken.
-    """
-
-    resume: Flag = False
-    """Continue the run in the run directory from its newest complete checkpoint."""
-    overwrite: Flag = False
-    """Begin anew in a run directory that holds a run; its metrics and checkpoints are removed."""
-    allow_change: tuple[str, ...] = ()
-    """Settings that a resumed run may change although they change what is trained."""
-    beside: str = ""
-    """Run directory of a finished run to print this one's summary beside."""
-    init_from: str = ""
-    """Run directory whose weights (y of its newest checkpoint) to begin with, and whose model settings to take."""
-    init_from_hf: str = ""
-    """Model folder in the layout of the Hugging Face hub to begin with; its model settings are taken."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShowArgs(ConfigArgs):
-    """Print the settings that `train` would use, as TOML."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareArgs:
-    """Turn text into token shards: txt, jsonl and jsonl.gz files, and folders of them."""
-
-    sources: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Files and folders."""
-    out: Path
-    """Folder to make; must not exist or be empty."""
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """`bytes`, or `bpe` (trained on the training split)."""
-    tokenizer_from: Path | None = None
-    """Model folder or prepared data whose tokenizer to use instead."""
-    vocab_size: int = 4096
-    """Tokens of a `bpe` tokenizer."""
-    text_field: str = "text"
-    """Field of a JSON record that holds the text."""
-    split_key: str | None = None
-    """Field (such as an author) whose records all go to one side of the split; none: each document by itself."""
-    validation_fraction: float = 0.1
-    """Share of the documents held out."""
-    json: Flag = False
-    """Print the manifest as JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectArgs:
-    """Check prepared data and show decoded samples of each split."""
-
-    path: Annotated[str, tyro.conf.Positional] = ""
-    """Folder made by `slipstream data prepare`; none: the built-in Shakespeare."""
-    num_samples: int = 3
-    """Samples of each split."""
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateArgs(SimulateConfig):
-    """Simulate a pipeline schedule without running it: draw its timeline, and say what it costs."""
-
-    json: Flag = False
-    """Print the figures as JSON, and no drawing."""
-    svg: Path | None = None
-    """File to draw the timeline into."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateAsyncDpArgs(FleetConfig):
-    """Simulate asynchronous data parallelism without computing anything: throughput, staleness and server load.
-
-    The protocol, the batches and the ledger are those of a real run. Beside it stands synchronous training on the same
-    workers. Links and server cost nothing unless --link-gbps or --server-ms say so.
-    """
-
-    json: Flag = False
-    """Print the figures as JSON, and no bars."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchPipelineArgs(BenchPipelineConfig):
-    """Time pipeline schedules, ours and those of torch.distributed.pipelining, on one model in alternation."""
-
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchExchangeArgs(BenchExchangeConfig):
-    """Time how weights and gradients pass between the server and worker processes, beside a plain copy of memory."""
-
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StabilityArgs(StabilityConfig):
-    """Say how large learning rate x curvature may be under delay, or how large it is in a run."""
-
-    probe: str = ""
-    """Run directory: measure the sharpness at its newest checkpoint beside the limits (of the run's own momentum)."""
-    probe_batches: int = 4
-    """Training batches to measure it on."""
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareArgs:
-    """Train a grid of runs (rule x remedy x delay x learning rate x batch x seed) and compare them.
-
-    Writes table.json, table.md and report.html; the cells are ordinary run directories under `cells`. The same command
-    again goes on with what is interrupted and passes over what has a result.
-    """
-
-    grid: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = ""
-    """TOML file of a grid, such as those in configs/compare."""
-    from_config: Annotated[str, tyro.conf.arg(name="from", metavar="CONFIG")] = ""
-    """In place of a grid: a training config. Compares synchronous training, one step of delay, and that with error
-    feedback, and says whether to switch."""
-    run_dir: Path
-    """Folder of the comparison."""
-    num_workers: int | None = None
-    """Runs at a time; none: the cores by the threads of a run, on CUDA one."""
-    num_seeds: int = 3
-    """With --from: seeds to train each with."""
-    tolerance: float = 0.005
-    """With --from: share of the synchronous loss that a switch may cost."""
-    overwrite: Flag = False
-    """Train cells anew whose settings have changed since they were trained."""
-    json: Flag = False
-    """Print table.json."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportHfArgs:
-    """Write a run's newest checkpoint as a folder that Hugging Face transformers reads.
-
-    With transformers installed the folder is loaded again and the largest difference of logits is printed.
-    """
-
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory."""
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder to make; must not exist."""
-    weights: Literal["x", "y"] = "x"
-    """`x`, which the run was trained on, or `y`, the optimizer's own."""
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalArgs:
-    """Evaluate a run or a model folder: hellaswag, mmlu (5 examples), blimp, or perplexity of texts."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|HF_DIR")]
-    """Run directory, or folder in the layout of the Hugging Face hub."""
-    task: Literal["hellaswag", "mmlu", "blimp", "perplexity"]
-    """What to evaluate."""
-    file: str
-    """File of the task, a folder of files or a tar archive; for perplexity text, or JSON lines."""
-    limit: int | None = None
-    """Most items; of several files one from each in turn."""
-    weights: Literal["x", "y"] = "x"
-    """Of a run: `x`, which it was trained on, or `y`, the optimizer's own."""
-    max_length: int | None = None
-    """Most tokens the model sees at once; none: the length it was trained on."""
-    text_field: str = "text"
-    """With perplexity: field of a JSON record that holds the text."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateArgs:
-    """Continue a text with a run or a model folder."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|HF_DIR")]
-    """Run directory, or folder in the layout of the Hugging Face hub."""
-    prompt: str = ""
-    """Text to continue; empty: the beginning of a document."""
-    max_new_tokens: int = 200
-    """Tokens to write at most."""
-    temperature: float = 0.0
-    """Logits are divided by it before a token is drawn; 0: always the likeliest token."""
-    seed: int = 0
-    """Seed of the draws."""
-    weights: Literal["x", "y"] = "x"
-    """Of a run: `x`, which it was trained on, or `y`, the optimizer's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
-    json: Flag = False
-    """Print JSON."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DoctorArgs:
-    """Say what this machine offers and whether everything needed is there."""
-
-    json: Flag = False
-    """Print JSON."""
-
 
 def train(argv: Sequence[str]) -> int:
     """Train a model."""
-    from rich.console import Console
-
+    from slipstream.console import Console
     from slipstream.train.launch import launch
     from slipstream.train.progress import ConsoleReporter
 
     args = _parse_config_args(TrainArgs, argv, prog="slipstream train")
+    if not args.resume:
+        refuse_given({"--allow-change": args.allow_change or None}, "without --resume")
     config = args.settings()
     other = _read_summary(args.beside) if args.beside else None
     reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps)
@@ -267,10 +62,17 @@ def train(argv: Sequence[str]) -> int:
         overwrite=args.overwrite,
         allow_change=args.allow_change,
         init_from=_origin(args),
+        given=_given_settings(argv, args.config),
     )
     if summary is not None:
         print(_summary_table(summary, other, run_dir=config.run_dir))
     return 0
+
+
+def _given_settings(argv: Sequence[str], path: str) -> set[str]:
+    """Return the dotted names of the settings that were given, on the command line or in its config file."""
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    return given | (explicit_settings(path) if path else set())
 
 
 def _origin(args: TrainArgs) -> str:
@@ -297,19 +99,30 @@ def config_show(argv: Sequence[str]) -> int:
 
 def data_prepare(argv: Sequence[str]) -> int:
     """Turn text files into token shards."""
+    from slipstream.console import Console
     from slipstream.data import prepare
     from slipstream.data.hub_tokenizer import open_hub_tokenizer
+    from slipstream.data.prepare import VOCAB_SIZE
+    from slipstream.data.prepare_progress import PrepareReporter
 
     args = tyro.cli(PrepareArgs, args=argv, prog="slipstream data prepare")
-    manifest = prepare(
-        [str(source) for source in args.sources],
-        args.out,
-        tokenizer=args.tokenizer if args.tokenizer_from is None else open_hub_tokenizer(args.tokenizer_from),
-        vocab_size=args.vocab_size,
-        text_field=args.text_field,
-        split_key=args.split_key,
-        validation_fraction=args.validation_fraction,
-    )
+    tokenizer = args.tokenizer or "bytes"
+    if args.tokenizer_from is not None:
+        refuse_given({"--tokenizer": args.tokenizer, "--vocab-size": args.vocab_size}, "with --tokenizer-from")
+    elif tokenizer != "bpe":
+        refuse_given({"--vocab-size": args.vocab_size}, "without --tokenizer bpe")
+    with PrepareReporter(Console(stderr=True)) as reporter:
+        manifest = prepare(
+            [str(source) for source in args.sources],
+            args.out,
+            tokenizer=tokenizer if args.tokenizer_from is None else open_hub_tokenizer(args.tokenizer_from),
+            vocab_size=VOCAB_SIZE if args.vocab_size is None else args.vocab_size,
+            text_field=args.text_field,
+            split_key=args.split_key,
+            validation_fraction=args.validation_fraction,
+            num_workers=args.num_workers or None,
+            progress=reporter,
+        )
     if args.json:
         print(manifest.to_json(), end="")
         return 0
@@ -351,8 +164,7 @@ def _tokenizer_text(info: "TokenizerInfo") -> str:
 
 def simulate(argv: Sequence[str]) -> int:
     """Simulate a pipeline schedule without running it."""
-    from rich.console import Console
-
+    from slipstream.console import Console
     from slipstream.plan.draw import draw_rich, draw_svg
 
     args = tyro.cli(SimulateArgs, args=argv, prog="slipstream simulate")
@@ -378,10 +190,9 @@ def simulate(argv: Sequence[str]) -> int:
 def bench_pipeline(argv: Sequence[str]) -> int:
     """Time pipeline schedules beside those of torch.distributed.pipelining."""
     args = tyro.cli(BenchPipelineArgs, args=argv, prog="slipstream bench pipeline")
-    from rich.console import Console
-
     from slipstream.bench.pipeline import run_bench_pipeline
     from slipstream.bench.table import bench_table, explanation
+    from slipstream.console import Console
 
     result = run_bench_pipeline(args, note=lambda text: print(text, file=sys.stderr))
     if args.json:
@@ -419,9 +230,17 @@ def stability(argv: Sequence[str]) -> int:
     if args.probe:
         from slipstream.train.probe import ProbeConfig, probe_text, run_probe
 
-        found = run_probe(ProbeConfig(run=args.probe, num_batches=args.probe_batches))
+        own = {
+            f"--{field.name.replace('_', '-')}": getattr(args, field.name)
+            for field in dataclasses.fields(StabilityConfig)
+            if getattr(args, field.name) != field.default
+        }
+        refuse_given(own, "with --probe, which takes the run's own")
+        count = ProbeConfig.num_batches if args.probe_batches is None else args.probe_batches
+        found = run_probe(ProbeConfig(run=args.probe, num_batches=count))
         print(json.dumps(found, indent=1) if args.json else probe_text(found))
         return 0
+    refuse_given({"--probe-batches": args.probe_batches}, "without --probe")
     config = StabilityConfig(
         momentum=args.momentum, delay=args.delay, error_feedback=args.error_feedback, nesterov=args.nesterov
     )
@@ -432,13 +251,20 @@ def stability(argv: Sequence[str]) -> int:
 def compare(argv: Sequence[str]) -> int:
     """Train a grid of runs and compare them; or ask whether a config of yours stands a delay."""
     args = tyro.cli(CompareArgs, args=argv, prog="slipstream compare")
-    from rich.console import Console
-
-    from slipstream.report.compare import compare_grid, grid_and_judge
+    from slipstream.console import Console
+    from slipstream.report.compare import NUM_SEEDS, TOLERANCE, compare_grid, grid_and_judge
     from slipstream.train.many import train_all
     from slipstream.train.many_progress import ConsoleObserver
 
-    grid, judge = grid_and_judge(args.grid, args.from_config, num_seeds=args.num_seeds, tolerance=args.tolerance)
+    if args.grid:
+        own = {"--num-seeds": args.num_seeds, "--tolerance": args.tolerance}
+        refuse_given(own, "with a grid, which has seeds of its own and no verdict")
+    grid, judge = grid_and_judge(
+        args.grid,
+        args.from_config,
+        num_seeds=NUM_SEEDS if args.num_seeds is None else args.num_seeds,
+        tolerance=TOLERANCE if args.tolerance is None else args.tolerance,
+    )
     observer = ConsoleObserver(Console(stderr=args.json))
     train = partial(train_all, observer=observer, num_workers=args.num_workers, overwrite=args.overwrite)
     result = compare_grid(grid, args.run_dir, train=train, note=observer.note, judge=judge)
@@ -454,7 +280,7 @@ def export_hf(argv: Sequence[str]) -> int:
     args = tyro.cli(ExportHfArgs, args=argv, prog="slipstream export hf")
     from slipstream.train.export import export_hub
 
-    export = export_hub(args.run, args.out, weights=args.weights)
+    export = export_hub(args.run, args.out, weights=args.weights, checkpoint=args.checkpoint)
     if args.json:
         found = {"out": str(export.folder), "step": export.step, "weights": args.weights, "files": export.files}
         print(json.dumps({**found, "max_abs_logit_difference": export.max_abs_logit_difference}, indent=1))
@@ -474,15 +300,18 @@ def evaluate(argv: Sequence[str]) -> int:
     from slipstream.evaluation.tasks import run_task
     from slipstream.train.trained import open_trained
 
-    model = open_trained(args.model, weights=args.weights)
+    if args.task != "perplexity":
+        refuse_given({"--text-field": args.text_field}, f"with the task {args.task}")
+    model = open_trained(args.model, weights=args.weights, checkpoint=args.checkpoint)
     scorer = Scorer(model, device=_device(args.device), max_length=args.max_length)
-    found = run_task(scorer, args.task, args.file, limit=args.limit, text_field=args.text_field)
+    found = run_task(scorer, args.task, args.file, limit=args.limit, text_field=args.text_field or "text")
     if args.json:
         print(json.dumps(found, indent=1))
         return 0
     width = max(map(len, found))
     for name, value in found.items():
-        print(f"{name:<{width}}  {value if isinstance(value, int) else f'{value:.5g}'}")
+        shown = "beyond all numbers" if value is None else value if isinstance(value, int) else f"{value:.5g}"
+        print(f"{name:<{width}}  {shown}")
     return 0
 
 
@@ -492,12 +321,14 @@ def generate(argv: Sequence[str]) -> int:
     from slipstream.evaluation.generation import generate
     from slipstream.train.trained import open_trained
 
+    if args.temperature == 0:
+        refuse_given({"--seed": args.seed}, "at a --temperature of 0, which draws nothing")
     written = generate(
-        open_trained(args.model, weights=args.weights),
+        open_trained(args.model, weights=args.weights, checkpoint=args.checkpoint),
         args.prompt,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
-        seed=args.seed,
+        seed=args.seed or 0,
         device=_device(args.device),
     )
     print(json.dumps(written._asdict(), indent=1) if args.json else args.prompt + written.text)
@@ -509,6 +340,28 @@ def _device(name: Literal["auto", "cpu", "cuda"]) -> "torch.device":
     from slipstream.train.rank import choose_device
 
     return choose_device(Config(train=TrainConfig(device=name)))
+
+
+def report(argv: Sequence[str]) -> int:
+    """Draw one or several runs as one HTML file."""
+    args = tyro.cli(ReportArgs, args=argv, prog="slipstream report")
+    from slipstream.report.run_report import write_run_report
+
+    written = write_run_report(args.runs, args.out)
+    if args.json:
+        print(json.dumps({"out": str(written.out), "verdict": written.verdict, "runs": written.figures}, indent=1))
+    else:
+        print("\n".join([*written.verdict, str(written.out)]))
+    return 0
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Follow a run under way."""
+    args = tyro.cli(WatchArgs, args=argv, prog="slipstream watch")
+    from slipstream.console import Console
+    from slipstream.report.watch import watch as follow
+
+    return follow(args.run, console=Console(), interval_s=args.interval)
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -541,6 +394,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench pipeline": bench_pipeline,
     "bench exchange": bench_exchange,
     "compare": compare,
+    "report": report,
+    "watch": watch,
     "eval": evaluate,
     "generate": generate,
     "export hf": export_hf,
@@ -551,6 +406,19 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` (``sys.argv`` without the program) names; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()  # a reader that is gone shows here, not when the process ends
+    except BrokenPipeError:
+        silence()
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells have it: 128 and the number of the signal
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
     try:
         if not words or words[0] in ("-h", "--help"):
             print(_overview())
@@ -563,8 +431,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        return 0
 
 
 def _command_name(words: Sequence[str]) -> str:
@@ -573,10 +439,12 @@ def _command_name(words: Sequence[str]) -> str:
     Raises:
         ConfigError: They name none.
     """
-    for length in (2, 1):
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    # After `simulate`, a command and the first word of another, a word that is no flag is meant for the other's second.
+    is_of_group = bool(group) and len(words) > 1 and not words[1].startswith("-")
+    for length in (2,) if is_of_group else (2, 1):
         if (name := " ".join(words[:length])) in COMMANDS:
             return name
-    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     given = " ".join(words[: 2 if group else 1])
     if group and len(words) > 1 and words[1] in ("-h", "--help"):
         print(_overview(group))

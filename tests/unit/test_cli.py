@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import main
+from slipstream.cli import COMMANDS, main
 from slipstream.train.metrics import read_json_lines
 
 SMALL = [
@@ -143,6 +143,15 @@ def test_resume_needs_no_config_file(tmp_path):
 def test_every_command_explains_itself(command, capsys):
     assert run(*command.split(), "--help") == 0
     assert len(capsys.readouterr().out) > 100
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_doctor_finds_this_machine_fit(capsys):
@@ -297,3 +306,12 @@ def test_a_signal_stops_cleanly_and_the_run_resumes(tmp_path, number):
     assert not (tmp_path / "summary.json").exists()
     assert run("train", "--run-dir", tmp_path, "--resume", "--train.num-steps", step + 2) == 0
     assert [row["step"] for row in read_json_lines(metrics)] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [("simulate async-dpp", "simulate async-dp"), ("simulat", "simulate"), ("bench pipelin", "bench pipeline")],
+)
+def test_a_misspelt_command_is_told_the_nearest(words, meant, capsys):
+    assert main(words.split()) == 2
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 
@@ -98,3 +99,71 @@ def test_data_with_the_tokenizer_of_a_model(trained, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("".join(f"To be {i}, or not to be\n" for i in range(200)))
     assert run("data", "prepare", tmp_path / "t.txt", "--out", tmp_path / "d", "--tokenizer-from", trained / "hub") == 0
     assert "tokenizer 'bytes' of 257 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("generate {run} --seed 3", "--seed has no effect at a --temperature of 0"),
+        ("eval {run} --task blimp --file p --text-field x", "--text-field has no effect with"),
+        ("data prepare t --out d --vocab-size 300", "--vocab-size has no effect without"),
+        (
+            "data prepare t --out d --tokenizer-from {hub} --tokenizer bpe --vocab-size 300",
+            "--tokenizer and --vocab-size have no effect",
+        ),
+        ("compare grid.toml --run-dir d --num-seeds 3", "--num-seeds has no effect with a grid"),
+        ("compare grid.toml --run-dir d --tolerance 0.005", "--tolerance has no effect with a grid"),
+        ("stability --probe {run} --momentum 0.5", "--momentum has no effect with --probe"),
+        ("stability --probe-batches 4", "--probe-batches has no effect without --probe"),
+        ("train --run-dir d --allow-change optim.lr", "--allow-change has no effect without --resume"),
+    ],
+)
+def test_a_flag_without_effect_is_refused_by_name(trained, tmp_path, monkeypatch, capsys, words, error):
+    monkeypatch.chdir(tmp_path)
+    places = {"hub": trained / "hub", "run": trained / "run"}
+    assert run(*[word.format(**places) for word in words.split()]) == 2
+    assert error in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_default_that_was_asked_for_is_compared_with_the_model(trained, tmp_path, capsys):
+    """--model.num-layers 4 is the default, and is not what the run has."""
+    words = ["train", *SMALL.split(), "--train.num-steps", 1, "--init-from", trained / "run", "--run-dir"]
+    assert run(*words, tmp_path / "a", "--model.num-layers", 4) == 2
+    assert "model.num_layers is 4, but the model in" in capsys.readouterr().err
+    (tmp_path / "c.toml").write_text("[model]\nnum_layers = 4\n")
+    assert run(*words, tmp_path / "a", "--config", tmp_path / "c.toml") == 2
+    assert "model.num_layers is 4, but the model in" in capsys.readouterr().err
+    (tmp_path / "c.toml").write_text("[model]\nnum_layers = 2\nhead_dim = 8\nvocab_size = 0\ndropout = 0.0\n")
+    assert run(*words, tmp_path / "a", "--config", tmp_path / "c.toml") == 0
+
+
+def test_damaged_folders_are_sentences(trained, tmp_path, capsys):
+    """Whatever is wrong with a model folder, every command that reads one says so with exit code 2."""
+    (tmp_path / "t.txt").write_text("To be\n" * 40)
+    for name, content in {"tokenizer.json": "garbage", "config.json": "[1]", "model.safetensors": "torn"}.items():
+        folder = tmp_path / name.partition(".")[0]
+        shutil.copytree(trained / "hub", folder)
+        (folder / name).write_text(content)
+        (folder / "slipstream_tokenizer.json").unlink()
+        for words in (
+            ["generate", folder],
+            ["eval", folder, "--task", "perplexity", "--file", tmp_path / "t.txt"],
+            ["train", *SMALL.split(), "--run-dir", tmp_path / "new", "--init-from-hf", folder],
+        ):
+            assert run(*words) == 2, words
+            assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "new").exists()
+
+
+def test_prompts_that_are_not_text_are_sentences(trained, capsys):
+    assert run("generate", trained / "run", "--prompt", "caf\udce9") == 2
+    assert "the prompt is not text" in capsys.readouterr().err
+
+
+def test_perplexity_of_prepared_data(trained, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("".join(f"To be {i}, or not to be\n\n" for i in range(200)))
+    assert run("data", "prepare", tmp_path / "t.txt", "--out", tmp_path / "d") == 0
+    capsys.readouterr()
+    assert run("eval", trained / "run", "--task", "perplexity", "--file", tmp_path / "d", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] > 0

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -50,6 +50,14 @@ class AgcDamping:
     def metrics(self) -> dict[str, float]:
         """Return AGC's, and the factor on each group's gradient, by ``agc/GROUP/damping``."""
         return self.agc.metrics() | {f"agc/{group}/damping": scale for group, scale in self._scales.items()}
+
+
+def agc_of(corrections: Iterable[object]) -> Agc | None:
+    """Return the compensator among corrections, or the one that its control takes the norms of."""
+    for each in corrections:
+        if isinstance(each, Agc | AgcDamping):
+            return each if isinstance(each, Agc) else each.agc
+    return None
 
 
 def _both(names: list[str], first: Gradient, second: Gradient) -> list[Tensor]:

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.assembly import StageParts, restore_slots, slot_tensors
+from slipstream.assembly import StageParts, llama_parts, restore_slots, slot_tensors
 from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport
 from slipstream.microbatches import run_microbatches, to_device
-from slipstream.models.llama import cross_entropy_sum
 from slipstream.models.moe import RouterReport
-from slipstream.models.partition import whole
+from slipstream.models.partition import uncut
+from slipstream.models.parts import ModelParts
 from slipstream.staleness.backward import backward_on, build_backward
+from slipstream.staleness.damping import agc_of
 from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
 from slipstream.train.delays import delay_line
 
@@ -28,19 +29,30 @@ class SingleExecutor:
         config: Resolved settings.
         batches: Gives the batch of an index.
         device: Where to compute.
+        model: What to train; ``None``: the decoder that the settings describe.
     """
 
-    def __init__(self, config: Config, batches: BatchSource, *, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, batches: BatchSource, *, device: torch.device, model: ModelParts | None = None
+    ) -> None:
+        model = model or llama_parts(config)
         self._config = config
         self._batches = batches
         self._device = device
         self._delay_line = delay_line(config)
-        self._parts = StageParts(config, whole(config.model), num_versions=self._delay_line.num_versions, device=device)
+        self._parts = StageParts(
+            config,
+            uncut(model.num_blocks),
+            num_versions=self._delay_line.num_versions,
+            device=device,
+            model=model,
+        )
         self._accumulator = GradientAccumulator()
         delays: dict[str, int] = {}
         for leaf, name in self._parts.parameter_of.items():
             delays[name] = max(delays.get(name, 0), self._delay_line.leaf_delay(leaf))
         self._backward = build_backward(config.staleness.backward_weights, delays=delays)
+        self._agc = agc_of(self._parts.updater.corrections) if config.staleness.agc.probe_every else None
 
     @property
     def step(self) -> int:
@@ -61,6 +73,8 @@ class SingleExecutor:
         )
         router = self._parts.router_log.take(batch.index)
         norm = global_norm(gradient.norms(self._parts.names, device=self._device))
+        if self._agc is not None and batch.index % self._config.staleness.agc.probe_every == 0:
+            self._probe(batch, versions, grad_norm=float(norm))
         report = self._parts.updater.step(gradient, norm)
         if self._backward is not None:
             weights = self._parts.updater.weights
@@ -90,7 +104,43 @@ class SingleExecutor:
             num_tokens=batch.num_tokens,
             device=self._device,
             saving=self._saving(versions, leaves),
+            loss_sum=self._parts.model.loss_sum,
         )
+
+    def _probe(self, batch: Batch, versions: Mapping[str, int], *, grad_norm: float) -> None:
+        """Let the compensator see the last microbatch at the weights that were read and at the newest."""
+        weights = self._parts.updater.weights
+        newest = dict.fromkeys(versions, weights.latest)
+        if self._agc is None or versions == newest:
+            return
+        count, limit = self._config.pipeline.num_microbatches, self._config.optim.max_grad_norm
+        part = batch.microbatch(count - 1, count)
+        log = self._parts.router_log
+        share, log.batch_share = log.batch_share, 1.0
+        found: list[tuple[dict[str, Tensor | None], dict[str, Tensor]]] = []
+        for read in (versions, newest):
+            module, leaves = self._parts.mixed_module(read)
+            accumulator = GradientAccumulator()
+            run_microbatches(
+                [((batch.index, count - 1), part)],
+                module=module,
+                leaves=leaves,
+                accumulator=accumulator,
+                num_tokens=part.num_tokens,
+                device=self._device,
+            )
+            gradient = self._parts.by_parameter(accumulator.take())
+            for tensor in gradient.values():
+                if tensor is not None and limit > 0:
+                    tensor.mul_(min(limit / (grad_norm + 1e-6), 1.0))
+            names = self._parts.parameter_of
+            found.append(
+                (gradient, {names[leaf]: weights.read(version)[names[leaf]] for leaf, version in read.items()})
+            )
+        log.take(batch.index)
+        log.batch_share = share
+        (old, read_weights), (new, new_weights) = found
+        self._agc.probe(old, read_weights, new, new_weights)
 
     def _saving(
         self, versions: Mapping[str, int], leaves: Mapping[str, Tensor]
@@ -116,7 +166,7 @@ class SingleExecutor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
             logits = self._parts.forward_at(point, to_device(batch.inputs, self._device))
-            total += cross_entropy_sum(logits, to_device(batch.targets, self._device))
+            total += self._parts.model.loss_sum(logits, to_device(batch.targets, self._device))
         return float(total)
 
     def snapshot(self) -> Snapshot:

@@ -216,3 +216,16 @@ def test_time_left_counts_steps_of_all_runs(monkeypatch):
     clock[0] = 115.0
     left.reached("resumed", 100)
     assert left.seconds() == pytest.approx(15 / 150 * 100), "the 50 steps it was resumed after took no time here"
+
+
+def test_a_remedy_without_effect_is_named_with_its_row_and_a_control_is_not(tmp_path):
+    idle = {"delay": 1, "correction": "dc_asgd"}
+    control = {"delay": 0, "error_feedback": 1.0}
+    configs = {
+        "cell 'adamw, dc_asgd'": config(tmp_path / "a", staleness=idle),
+        "cell 'adamw, control'": config(tmp_path / "b", staleness=control),
+    }
+    log = Log()
+    train_all(configs, observer=log, num_workers=2)
+    (warning,) = [note for note in log.notes if note.startswith("warning")]
+    assert warning.startswith("warning: cell 'adamw, dc_asgd': staleness.correction 'dc_asgd' has no effect")

@@ -11,7 +11,7 @@ import torch
 from slipstream.config import from_dict
 from slipstream.data import prepare
 from slipstream.data.hub_tokenizer import open_hub_tokenizer
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.train.export import export_hub
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
@@ -30,7 +30,7 @@ class Notes(SilentReporter):
         self.texts.append(text)
 
 
-def train(run_dir, *, num_steps=3, init_from="", resume=False, reporter=None, **changes):
+def train(run_dir, *, num_steps=3, init_from="", resume=False, overwrite=False, reporter=None, **changes):
     tables = {
         "run_dir": str(run_dir),
         "data": {"sequence_length": 16},
@@ -46,6 +46,7 @@ def train(run_dir, *, num_steps=3, init_from="", resume=False, reporter=None, **
         reporter=reporter or SilentReporter(),
         init_from=str(init_from) if init_from else "",
         resume=resume,
+        overwrite=overwrite,
     )
 
 
@@ -220,3 +221,30 @@ def test_files_of_an_export(run, tmp_path):
         "tokenizer_config.json",
     } <= set(export.files)
     assert "LlamaForCausalLM" in (tmp_path / "hub" / "README.md").read_text()
+
+
+def test_a_run_that_lost_its_first_checkpoint_does_not_go_on_at_random(run, tmp_path):
+    """Also where it was never finished: the settings are there before the checkpoint is."""
+    begun = tmp_path / "begun"
+    train(begun, num_steps=2, init_from=run)
+    shutil.rmtree(begun / "checkpoints")
+    with pytest.raises(CheckpointError, match=rf"begins with the weights of {run}.*--overwrite, with --init-from"):
+        train(begun, num_steps=2, resume=True, model=open_trained(run).cfg.__dict__)
+    train(begun, num_steps=2, init_from=run, overwrite=True)
+    assert json.loads((begun / "summary.json").read_text())["num_steps"] == 2
+    fresh = tmp_path / "fresh"
+    train(fresh, num_steps=1)
+    train(begun, num_steps=1, overwrite=True)
+    assert not RunDir(begun).origin.exists()
+
+
+def test_where_a_run_began_is_in_every_checkpoint_and_in_the_summary(run, tmp_path):
+    begun = tmp_path / "begun"
+    every = {"every_steps": 1, "keep_last": 9}
+    train(begun, num_steps=2, init_from=run, checkpoint=every)
+    train(begun, num_steps=3, resume=True, checkpoint=every, model=open_trained(run).cfg.__dict__)
+    expected = {"path": str(run), "step": 3}
+    manifests = [json.loads(path.read_text()) for path in sorted(begun.glob("checkpoints/*/manifest.json"))]
+    assert [each["step"] for each in manifests] == [0, 1, 2, 3]
+    assert all(each["initialised_from"] == expected for each in manifests)
+    assert json.loads((begun / "summary.json").read_text())["initialised_from"] == expected
