@@ -9,8 +9,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-GUIDES = [ROOT / "docs/guides/error-feedback-in-your-own-loop.md"]
-NEEDS = {"error_feedback_hf_trainer": ["transformers", "accelerate"]}
+GUIDES = [ROOT / "docs/guides/error-feedback-in-your-own-loop.md", ROOT / "docs/models.md"]
+NEEDS = {"error_feedback_hf_trainer": ["transformers", "accelerate"], "own_causal_lm": ["transformers"]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
