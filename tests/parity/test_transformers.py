@@ -5,12 +5,16 @@ import torch
 
 from slipstream.config import ModelConfig, from_dict
 from slipstream.data.tokenizer import ByteTokenizer
+from slipstream.errors import ConfigError
 from slipstream.evaluation.generation import generate
 from slipstream.models.huggingface import open_hub_model, write_hub_model
 from slipstream.models.llama import whole_model
+from slipstream.models.own import OwnParts
+from slipstream.models.partition import cut
 from slipstream.models.shapes import tied_names
 from slipstream.train.export import export_hub, logit_difference
 from slipstream.train.launch import launch
+from slipstream.train.own_hub import own_causal_lm
 from slipstream.train.progress import SilentReporter
 from slipstream.train.trained import open_trained
 
@@ -21,15 +25,28 @@ SIZES = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim
 OURS = {
     "llama": {},
     "llama, tied, wide heads": {"tie_embeddings": True, "head_dim": 12},
+    "mistral": {"sliding_window": 7},
+    "mistral, tied, wide heads, sees all": {"sliding_window": 60, "tie_embeddings": True, "head_dim": 12},
     "qwen3": {"qk_norm": True, "head_dim": 12},
     "qwen3, tied": {"qk_norm": True, "tie_embeddings": True},
     "mixtral": {"num_experts": 4},
     "qwen3-moe": {"num_experts": 4, "qk_norm": True, "expert_ffn_dim": 20, "num_dense_layers": 1},
     "qwen3-moe, not renormalized": {"num_experts": 4, "qk_norm": True, "router_renormalize": False},
+    "qwen2-moe": {"num_experts": 4, "num_shared_experts": 1, "expert_ffn_dim": 20},
+    "qwen2-moe, two shared, dense first, wide heads, tied": {
+        "num_experts": 4,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "head_dim": 12,
+        "router_renormalize": False,
+        "tie_embeddings": True,
+    },
 }
 THEIRS = {
     "llama": ("LlamaConfig", {}),
     "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 5, "head_dim": 16}),
+    "mistral without a window": ("MistralConfig", {"sliding_window": None}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
@@ -98,6 +115,7 @@ TRAINED = {
     "qwen3": {"qk_norm": True},
     "mixtral": {"num_experts": 4},
     "qwen3-moe": {"num_experts": 4, "qk_norm": True},
+    "qwen2-moe": {"num_experts": 4, "num_shared_experts": 1},
 }
 
 
@@ -142,3 +160,50 @@ def test_greedy_text_is_the_same(export):
     written = theirs.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     for source in (run, report.folder):
         assert generate(open_trained(source), prompt, max_new_tokens=40).ids == written.tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "changes"), [THEIRS["llama"], THEIRS["qwen3"]], ids=["llama", "qwen3"])
+def test_their_modules_on_the_pipeline_compute_what_they_compute_alone(tmp_path, kind, changes, tied):
+    """Loss and gradients of the whole, cut into two stages, beside those of transformers' own forward."""
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+        **changes,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path)
+    tokens = ids(61, length=12)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    loss = torch.nn.functional.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    model = OwnParts(own_causal_lm(tmp_path), inputs, targets, seed=0)
+    first, second = (model.build(spec, torch.device("cpu")) for spec in cut(model.costs(), 2))
+    mine = model.loss_sum(second(first(inputs, dropout_key=(0, 0)), dropout_key=(0, 0)), targets) / targets.numel()
+    mine.backward()
+    assert mine.item() == pytest.approx(loss.item(), abs=1e-5)
+    gradients = {name: each.grad for stage in (first, second) for name, each in stage.named_parameters()}
+    for name, embedding in model.tied.items():
+        gradients[embedding] = gradients[embedding] + gradients.pop(name)
+    assert gradients.keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"num_experts": 4}, "MixtralForCausalLM has experts"), ({"sliding_window": 8}, "window of 8")],
+)
+def test_what_their_blocks_cannot_do_alone_is_refused(tmp_path, changes, words):
+    cfg = ModelConfig(**SIZES, **changes)
+    weights = dict(whole_model(cfg).requires_grad_(False).named_parameters())
+    write_hub_model(tmp_path, cfg, weights, context_length=64, eos_id=60)
+    with pytest.raises(ConfigError, match=words):
+        own_causal_lm(tmp_path)
