@@ -103,8 +103,9 @@ class Meter:
         executor, parts = self.executor, self.program.parts
         sums = [*self.program._accumulator._sums.values()]
         waiting = [t for gradient in executor._gradients.values() for t in gradient.tensors.values() if t is not None]
-        messages = [*executor._received.values(), *executor._produced.values()]
-        for channel in executor._channels.values():
+        flow = executor._flow
+        messages = [*flow.received.values(), *flow.produced.values()]
+        for channel in flow.channels.values():
             messages += [tensor for _, tensor, _ in channel._sending]
             messages += [buffer for posted in channel._receiving.values() for _, buffer in posted]
         states = [state for optimizer in parts.updater.optimizers.values() for state in optimizer.state.values()]

@@ -233,7 +233,7 @@ def test_a_batch_that_cannot_be_cut():
 def wrong_shape(rank, config):
     """Send what the channel does not carry; every rank tries, so none waits for another."""
     executor = pipeline_executor(rank, config)
-    channel = executor._channels["forward"]
+    channel = executor._flow.channels["forward"]
     sizes = [(2, 7, 15), (1, 7, 16), (2, 7)]
     said = []
     for tensor in [torch.zeros(size) for size in sizes] + [torch.zeros(2, 7, 16, dtype=torch.bfloat16)]:

@@ -11,7 +11,8 @@ from tests.distributed.harness import as_pipeline, on_rank, pipeline_executor, s
 from tests.distributed.pool import shared_pool
 
 from slipstream.pipeline.actions import parse
-from slipstream.pipeline.runtime import channel_window, pipeline_spec
+from slipstream.pipeline.flow import channel_window
+from slipstream.pipeline.runtime import pipeline_spec
 from slipstream.pipeline.schedules import ScheduleSpec, order, stream, verify
 from slipstream.pipeline.transport import NUM_AHEAD
 from slipstream.plan.simulate import Times, simulate

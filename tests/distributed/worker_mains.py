@@ -13,7 +13,9 @@ import numpy as np
 import slipstream.microbatches
 from slipstream.config import Config
 from slipstream.data.loader import Batch
+from slipstream.dataparallel.lease_stage import LeaseProgram
 from slipstream.dataparallel.shared import WeightBoard
+from slipstream.dataparallel.stage_process import Part, StagePlace, work_stage
 from slipstream.dataparallel.worker_process import Result, Workplace, work
 
 VOCAB_SIZE = 13
@@ -102,7 +104,7 @@ class Repeating(Through):
 
     def send(self, report):
         self.pipe.send(report)
-        if isinstance(report, Result):
+        if isinstance(report, Result | Part):
             self.pipe.send(report)
             if self.earlier is not None:
                 self.pipe.send(self.earlier)
@@ -158,3 +160,55 @@ def comes_late(place: Workplace) -> None:
     if place.worker == ODD:
         time.sleep(1.0)
     plain(place)
+
+
+# --- stages of workers that are pipelines ---------------------------------------------------------------------------
+
+
+def plain_stage(place: StagePlace) -> None:
+    """Do what is asked."""
+    work_stage(place, microbatches=functools.partial(microbatch, place.config))
+
+
+def late_stage(place: StagePlace) -> None:
+    """The odd worker needs its time to get here, each time."""
+    if place.worker == ODD:
+        time.sleep(1.0)
+    plain_stage(place)
+
+
+def stops_in_the_middle(place: StagePlace) -> None:
+    """The last stage of the odd worker hangs in the middle of some work, but not in another life."""
+    note = Path(place.config.run_dir) / "stopped"
+
+    def source(number):
+        is_last = place.stage == place.config.dataparallel.num_stages - 1
+        if place.worker == ODD and is_last and number > 40 and not note.exists():
+            note.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return microbatch(place.config, number)
+
+    work_stage(place, microbatches=source)
+
+
+def repeats_parts(place: StagePlace) -> None:
+    """Send everything too often, and out of order."""
+    if place.worker == ODD:
+        place = dataclasses.replace(place, pipe=Repeating(place.pipe))
+    plain_stage(place)
+
+
+def spoils_a_stage(place: StagePlace) -> None:
+    """The first gradient of the odd worker is not finite on its last stage, and nowhere else."""
+    exact = LeaseProgram.take_gradients
+    calls = itertools.count()
+
+    def spoiled(program):
+        sums = exact(program)
+        if next(calls) == 1:  # after the warm-up
+            next(iter(sums.values())).fill_(float("nan"))
+        return sums
+
+    if place.worker == ODD and place.stage == 1:
+        LeaseProgram.take_gradients = spoiled
+    plain_stage(place)

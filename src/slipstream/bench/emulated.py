@@ -20,7 +20,7 @@ from slipstream.pipeline.stage import StageProgram
 from slipstream.pipeline.transport import Transport
 
 
-class EmulatedProgram(StageProgram):
+class EmulatedProgram(StageProgram[StageParts]):
     """A stage of ours that sleeps; its weights are a tiny model's, their gradients 1.
 
     Args:
@@ -76,7 +76,7 @@ def emulated_builder(bench: BenchPipelineConfig) -> ProgramBuilder:
 
     def build(
         config: Config, batches: BatchSource, spec: ScheduleSpec, transport: Transport
-    ) -> dict[int, StageProgram]:
+    ) -> dict[int, StageProgram[StageParts]]:
         """Build this rank's sleeping stages."""
         cuts = stages(config.model, spec.num_stages)
         forward_s, backward_s = sleeps_s(bench, num_virtual_stages=spec.num_virtual_stages)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from slipstream.bench.pipeline import load_average, machine, quartiles
 from slipstream.bench.settings import BenchExchangeConfig, check_exchange
-from slipstream.config import Config
-from slipstream.dataparallel.crew import Crew
+from slipstream.config import Config, DataParallelConfig
+from slipstream.dataparallel.checks import check_ray_installed
+from slipstream.dataparallel.crew import Crew, ProcessCrew
 from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.messages import Order, Push
 from slipstream.dataparallel.shared import Layout, WeightBoard
+from slipstream.dataparallel.transport import WeightsOffered
 from slipstream.dataparallel.worker_process import Hello, Overtaken, Result, Workplace
 from slipstream.errors import StageError
 
@@ -43,14 +45,19 @@ def run_bench_exchange(
         also adds the gradients up; with each ``..._rounds``; ``quartiles_share``, ``settings`` and ``machine``.
 
     Raises:
-        ConfigError: The settings cannot be timed.
+        ConfigError: The settings cannot be timed, or Ray is not installed.
         StageError: A worker died.
     """
     check_exchange(config)
+    if config.engine == "ray":
+        check_ray_installed()
     torch.set_num_threads(1)
     note(f"{config.num_workers} worker(s), {config.megabytes} MB of weights, {config.rounds} rounds")
     load_before = load_average()
-    with _Exchange(config) as exchange:
+    with contextlib.ExitStack() as end:
+        if config.engine == "ray":
+            end.enter_context(_ray(config))
+        exchange = end.enter_context(_Exchange(config))
         exchange.run(config.cycles)  # memory is there when it was touched once
         rounds = [
             (exchange.copy(config.cycles), exchange.run(config.cycles), exchange.run(config.cycles, sums=True))
@@ -69,6 +76,7 @@ def run_bench_exchange(
         "exchange_rounds": plain,
         "summed_rounds": summed,
         "settings": {
+            "engine": config.engine,
             "num_workers": config.num_workers,
             "megabytes": config.megabytes,
             "rounds": config.rounds,
@@ -89,10 +97,9 @@ class _Exchange(contextlib.AbstractContextManager["_Exchange"]):
         self._masters = layout.views(layout.empty())
         self._sums = layout.views(layout.empty())
         self._from, self._to = layout.empty(), layout.empty()
-        self._board = WeightBoard(layout)
         self._version = 0
+        self._board, self._crew = _transport(config.engine, layout)
         self._board.publish(0, self._masters)
-        self._crew = Crew(Config(), weights=self._board, gradient=layout, device=_CPU, main=exchange_worker)
 
     def __enter__(self) -> "_Exchange":
         for worker in range(self._num_workers):
@@ -150,6 +157,27 @@ class _Exchange(contextlib.AbstractContextManager["_Exchange"]):
         return Order(worker=worker, incarnation=1, epoch=1, version=self._version, lease=lease)
 
 
+def _ray(config: BenchExchangeConfig) -> contextlib.AbstractContextManager[None]:
+    """Return a cluster with room for two versions of the weights, and for two gradients of each worker."""
+    from slipstream.dataparallel.ray_cluster import STORE_BYTES, ray_cluster
+
+    size = int(1.25e6 * config.megabytes * (2 + 2 * config.num_workers))
+    return ray_cluster(DataParallelConfig(), num_cpus=config.num_workers + 1, store_bytes=max(STORE_BYTES, size))
+
+
+def _transport(engine: str, layout: Layout) -> tuple[WeightsOffered, Crew]:
+    """Return what an engine publishes weights with, and its workers."""
+    if engine == "process":
+        board = WeightBoard(layout)
+        return board, ProcessCrew(Config(), weights=board, gradient=layout, device=_CPU, main=exchange_worker)
+    from slipstream.dataparallel.ray_crew import RayCrew
+    from slipstream.dataparallel.ray_store import StoredWeights
+
+    stored = StoredWeights(layout)
+    crew = RayCrew(Config(), weights=stored, layout=layout, gradient=layout, device=_CPU, main=exchange_worker)
+    return stored, crew
+
+
 def exchange_worker(place: Workplace) -> None:
     """Copy weights and push a gradient, for each order."""
     torch.set_num_threads(1)
@@ -180,7 +208,7 @@ def exchange_text(result: dict[str, Any]) -> str:
     """Return the figures for people."""
     settings, (low, _, high) = result["settings"], result["quartiles_share"]
     return (
-        f"{settings['num_workers']} worker(s), {settings['megabytes']} MB of float32 weights\n"
+        f"engine {settings['engine']}, {settings['num_workers']} worker(s), {settings['megabytes']} MB of float32\n"
         f"plain copy of one process         {result['copy_bytes_per_s'] / 1e9:6.2f} GB/s\n"
         f"pushed and pulled                 {result['exchange_bytes_per_s'] / 1e9:6.2f} GB/s, "
         f"{result['share_of_copy']:.0%} of it (quartiles {low:.0%} to {high:.0%})\n"

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import get_args
+from typing import Literal, get_args
 
 from slipstream.config import (
     Config,
@@ -88,6 +88,8 @@ class BenchPipelineConfig:
 class BenchExchangeConfig:
     """Time how weights and gradients pass between the server and worker processes, beside a plain copy of memory."""
 
+    engine: Literal["process", "ray"] = "process"
+    """Whose transport: shared memory, or Ray's object store on this machine."""
     num_workers: int = 1
     """Worker processes, all at once."""
     megabytes: int = 100

@@ -1,10 +1,13 @@
 """Settings of data parallelism that make no sense where they are given. Imports no torch."""
 
-from slipstream.config import SINGLE_ONLY, Config, DataParallelConfig, Engine, StalenessConfig
+import importlib.util
+import socket
+
+from slipstream.config import SINGLE_ONLY, Config, DataParallelConfig, StalenessConfig
 from slipstream.errors import ConfigError
 
-ENGINES: tuple[Engine, ...] = ("process", "inline")
-"""Those that there are."""
+CONNECT_S = 10.0
+"""How long a Ray cluster's address may take to answer."""
 
 
 def check_dataparallel(config: Config) -> None:
@@ -16,13 +19,14 @@ def check_dataparallel(config: Config) -> None:
     Raises:
         ConfigError: A number is out of its range, or two settings contradict each other.
     """
-    if config.engine not in ENGINES:
-        raise ConfigError(f"the engine '{config.engine}' is not there yet. Use --engine {' or '.join(ENGINES)}.")
     _check_numbers(config.dataparallel)
-    if config.engine == "process":
+    if config.engine != "inline":
         _check_emulation(config.dataparallel)
+    _check_ray(config)
     _check_shares(config)
     _check_unit(config)
+    if config.dataparallel.num_stages > 1:
+        _check_stages(config)
     if config.dataparallel.mode == "sync":
         _check_sync(config)
     _check_staleness(config.staleness)
@@ -56,10 +60,116 @@ def _check_emulation(settings: DataParallelConfig) -> None:
     for name in ("emulate_speeds", "emulate_jitter"):
         if getattr(settings, name) and not settings.emulate_microbatch_ms:
             raise ConfigError(
-                f"dataparallel.{name} is given without dataparallel.emulate_microbatch_ms. With the engine 'process' "
-                "time is real: give the milliseconds of a microbatch at speed 1, at least four times what it takes "
-                "here, or use --engine inline."
+                f"dataparallel.{name} is given without dataparallel.emulate_microbatch_ms. With worker "
+                "processes time is real: give the milliseconds of a microbatch at speed 1, at least four times what it "
+                "takes here, or use --engine inline."
             )
+
+
+def check_ray_installed() -> None:
+    """Say how to install Ray where it is missing.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "the engine 'ray' needs Ray, which is not installed here. Install it with: pip install 'slipstream[ray]'. "
+            "On one machine --engine process does the same without it."
+        )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of a Ray cluster's address.
+
+    Raises:
+        ConfigError: It is none.
+
+    Example:
+        >>> split_address("10.0.0.1:6379")
+        ('10.0.0.1', 6379)
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"dataparallel.ray_address is '{address}'; give host:port of a cluster's head, such as 10.0.0.1:6379, with "
+            "this machine as one of its nodes (`ray start --address 10.0.0.1:6379`), or leave it out."
+        )
+    return host.strip("[]"), int(port)
+
+
+def check_ray_answers(address: str) -> None:
+    """See that somebody listens where a Ray cluster should be.
+
+    Raises:
+        ConfigError: Nobody does.
+    """
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(unreachable(address, error)) from error
+
+
+def unreachable(address: str, error: Exception) -> str:
+    """Return what to do about a Ray cluster that cannot be used."""
+    _, port = split_address(address)
+    return (
+        f"no Ray cluster can be reached at {address} (dataparallel.ray_address): {error}. Start it there with `ray "
+        f"start --head --port {port}`, and let this machine be one of its nodes with `ray start --address {address}`; "
+        "or leave ray_address out for a cluster of this run's own on this machine."
+    )
+
+
+def _check_ray(config: Config) -> None:
+    if config.engine == "ray":
+        if config.dataparallel.num_stages > 1:
+            raise ConfigError(
+                f"dataparallel.num_stages is {config.dataparallel.num_stages}, but with the engine 'ray' a worker is "
+                "one process. Use --engine process, or --dataparallel.num-stages 1."
+            )
+        check_ray_installed()
+        if config.dataparallel.ray_address:
+            check_ray_answers(config.dataparallel.ray_address)
+        return
+    for name in ("ray_address", "ray_gpus", "ray_log"):
+        if getattr(config.dataparallel, name) != getattr(DataParallelConfig(), name):
+            raise ConfigError(
+                f"dataparallel.{name} is given, but the engine is '{config.engine}'. Use --engine ray, or leave it out."
+            )
+
+
+def _check_stages(config: Config) -> None:
+    """Check what workers that are pipelines cannot do."""
+    settings, pipeline = config.dataparallel, config.pipeline
+    of = f"dataparallel.num_stages is {settings.num_stages}, so that each worker is a pipeline"
+    if config.engine != "process":
+        raise ConfigError(
+            f"{of}, which the engine '{config.engine}' does not run. Use --engine process, or "
+            "--dataparallel.num-stages 1."
+        )
+    if settings.mode == "sync":
+        raise ConfigError(
+            f"{of}, and with mode 'sync' all of them would drain at every step, to wait for the slowest. Use mode "
+            "'async', or --executor pipeline for one pipeline."
+        )
+    if settings.unit == "pseudo_gradient":
+        raise ConfigError(
+            f"{of}, whose stages take no optimizer steps of their own. Use --dataparallel.unit gradient, or "
+            "--dataparallel.num-stages 1."
+        )
+    if pipeline.pipeline_schedule not in ("two_bw", "one_f_one_b"):
+        raise ConfigError(
+            f"{of}, and pipeline.pipeline_schedule is '{pipeline.pipeline_schedule}'. Workers run 'two_bw', which does "
+            "not drain between two gradients, or 'one_f_one_b', which does."
+        )
+    least = settings.num_stages - 1 + pipeline.num_extra_in_flight
+    if pipeline.pipeline_schedule == "two_bw" and settings.min_microbatches < least:
+        raise ConfigError(
+            f"{of}. With 'two_bw' every gradient needs at least {least} microbatches, one fewer than the stages and "
+            f"those of pipeline.num_extra_in_flight, or two versions of the weights do not suffice; given is "
+            f"dataparallel.min_microbatches {settings.min_microbatches}. Give {least} or more, or fewer stages."
+        )
 
 
 def _check_shares(config: Config) -> None:

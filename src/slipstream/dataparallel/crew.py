@@ -1,5 +1,6 @@
-"""The worker processes of this machine: starts them, hears them, notices that one is gone, and lets them go."""
+"""The workers of an engine: starts them, hears them, notices that one is gone, and lets them go."""
 
+import abc
 import atexit
 import collections
 import contextlib
@@ -12,7 +13,8 @@ import torch
 
 from slipstream.config import Config
 from slipstream.dataparallel.messages import Order
-from slipstream.dataparallel.shared import Layout, WeightBoard
+from slipstream.dataparallel.shared import Layout
+from slipstream.dataparallel.transport import PushReader, WeightsFetched
 from slipstream.dataparallel.wire import PushSlots, build_wire
 from slipstream.dataparallel.worker_process import Command, Report, WorkerMain, Workplace, process_main
 
@@ -20,44 +22,90 @@ LEAVE_S = 5.0
 """How long a process may take to be gone after it was killed."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Seat:
-    """One worker process; a worker that comes back is another one.
+    """One life of a worker; a worker that comes back has another seat.
 
     Attributes:
         worker: Number of the worker.
-        process: The process.
-        pipe: To it.
         gradient: Where it pushes.
         incarnation: What the server knows it by; 0: it has not joined.
         order: What it is at.
-        is_retired: Another process has taken its place, and this one is not waited for.
+        is_retired: Another has taken its place, and this one is not waited for.
     """
 
     worker: int
-    process: ForkServerProcess
-    pipe: Connection
-    gradient: PushSlots
+    gradient: PushReader
     incarnation: int = 0
     order: Order | None = None
     is_retired: bool = False
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ProcessSeat(Seat):
+    """One worker process.
+
+    Attributes:
+        process: The process.
+        pipe: To it.
+    """
+
+    process: ForkServerProcess
+    pipe: Connection
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Something came from a worker process.
+    """Something came from a worker.
 
     Attributes:
         seat: Which.
-        report: What it said; ``None``: the process is gone.
+        report: What it said; ``None``: it is gone.
     """
 
     seat: Seat
     report: Report | None
 
 
-class Crew:
-    """Worker processes, without the protocol.
+class Crew(abc.ABC):
+    """Workers somewhere, without the protocol."""
+
+    @property
+    @abc.abstractmethod
+    def seats(self) -> list[Seat]:
+        """Living workers that nobody has taken the place of."""
+
+    @property
+    @abc.abstractmethod
+    def has_more(self) -> bool:
+        """Whether words are there that have not been heard."""
+
+    @abc.abstractmethod
+    def start(self, worker: int) -> Seat:
+        """Let a worker come. One that sits there already is retired."""
+
+    @abc.abstractmethod
+    def hear(self, *, timeout_s: float | None) -> Heard | None:
+        """Wait for the next word of anybody.
+
+        Args:
+            timeout_s: ``None``: as long as it takes.
+
+        Returns:
+            ``None``: nobody said anything.
+        """
+
+    @abc.abstractmethod
+    def tell(self, seat: Seat, command: Command) -> None:
+        """Send a command; one that is gone will be noticed by its silence."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all workers; may be called twice."""
+
+
+class ProcessCrew(Crew):
+    """Worker processes on this machine.
 
     A process counts as alive while its end of the pipe is open: the system closes it, however the process ends.
 
@@ -70,7 +118,7 @@ class Crew:
     """
 
     def __init__(
-        self, config: Config, *, weights: WeightBoard, gradient: Layout, device: torch.device, main: WorkerMain
+        self, config: Config, *, weights: WeightsFetched, gradient: Layout, device: torch.device, main: WorkerMain
     ) -> None:
         self._config = config
         self._weights = weights
@@ -78,7 +126,7 @@ class Crew:
         self._device = device
         self._main = main
         self._ready: collections.deque[Connection] = collections.deque()
-        self._seats: dict[Connection, Seat] = {}
+        self._seats: dict[Connection, ProcessSeat] = {}
         # torch takes seconds to import: one process does it, the workers are forked from that one.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([process_main.__module__, main.__module__])
@@ -88,7 +136,7 @@ class Crew:
         """Living processes that nobody has taken the place of."""
         return [seat for seat in self._seats.values() if not seat.is_retired]
 
-    def start(self, worker: int) -> Seat:
+    def start(self, worker: int) -> ProcessSeat:
         """Start a process for a worker. One that sits there already is retired: what it still says is heard.
 
         Of those retired, which are kept to be told that they are late, a worker has one at most.
@@ -110,14 +158,16 @@ class Crew:
             gradient=gradient,
             device=self._device,
         )
-        process = self._context.Process(
-            target=process_main, args=(self._main, place), name=f"worker-{worker}", daemon=True
-        )
-        process.start()
+        process = self._run(place, name=f"worker-{worker}")
         theirs.close()
-        seat = Seat(worker=worker, process=process, pipe=ours, gradient=gradient)
+        seat = ProcessSeat(worker=worker, process=process, pipe=ours, gradient=gradient)
         self._seats[ours] = seat
         return seat
+
+    def _run(self, place: Workplace, *, name: str) -> ForkServerProcess:
+        process = self._context.Process(target=process_main, args=(self._main, place), name=name, daemon=True)
+        process.start()
+        return process
 
     @property
     def has_more(self) -> bool:
@@ -125,30 +175,25 @@ class Crew:
         return bool(self._ready)
 
     def hear(self, *, timeout_s: float | None) -> Heard | None:
-        """Wait for the next word of anybody.
-
-        Args:
-            timeout_s: ``None``: as long as it takes.
-
-        Returns:
-            ``None``: nobody said anything.
-        """
+        """Wait for the next word of anybody, or for the end of a process."""
         if not self._ready:
             # All that are ready have their turn before anybody has another: none can starve the rest.
             self._ready.extend(pipe for pipe in wait(list(self._seats), timeout_s) if isinstance(pipe, Connection))
         while self._ready:
-            seat = self._seats.get(self._ready.popleft())
+            pipe = self._ready.popleft()
+            seat = self._seats.get(pipe)
             if seat is None:
                 continue
             try:
-                return Heard(seat=seat, report=seat.pipe.recv())
+                return Heard(seat=seat, report=pipe.recv())
             except (EOFError, ConnectionError):
                 self._forget(seat)
                 return Heard(seat=seat, report=None)
         return None
 
     def tell(self, seat: Seat, command: Command) -> None:
-        """Send a command; one that is gone will be noticed by its silence."""
+        """Send a command; the pipe of one that is gone will say so."""
+        assert isinstance(seat, ProcessSeat)
         with contextlib.suppress(OSError):
             seat.pipe.send(command)
 
@@ -156,15 +201,18 @@ class Crew:
         """End all processes; may be called twice."""
         atexit.unregister(self.close)
         for seat in list(self._seats.values()):
-            seat.process.kill()
+            self._kill(seat)
         for seat in list(self._seats.values()):
             self._forget(seat)
 
-    def _end(self, seat: Seat) -> None:
-        seat.process.kill()
+    def _end(self, seat: ProcessSeat) -> None:
+        self._kill(seat)
         self._forget(seat)
 
-    def _forget(self, seat: Seat) -> None:
+    def _kill(self, seat: ProcessSeat) -> None:
+        seat.process.kill()
+
+    def _forget(self, seat: ProcessSeat) -> None:
         self._seats.pop(seat.pipe, None)
         seat.pipe.close()
         seat.process.join(LEAVE_S)

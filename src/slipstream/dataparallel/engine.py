@@ -16,9 +16,9 @@ from slipstream.dataparallel.emulation import Emulation
 from slipstream.dataparallel.local_steps import server_config
 from slipstream.dataparallel.server import Server
 from slipstream.dataparallel.shard import StepRecord
-from slipstream.errors import ConfigError
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport
-from slipstream.models.partition import whole
+from slipstream.models.moe import RouterReport
+from slipstream.models.partition import stages
 
 VIRTUAL_MICROBATCH_S = 0.1
 """Of the virtual clock, where no other time is given."""
@@ -44,9 +44,10 @@ class Engine(abc.ABC):
         self.device = device
         of_server = server_config(config)
         self._peak_lr = of_server.optim.lr
-        parts = StageParts(of_server, whole(config.model), num_versions=num_versions, device=device)
-        self.server = Server(config, [parts], identity=identity)
         settings = config.dataparallel
+        cuts = stages(config.model, settings.num_stages, sequence_length=config.data.sequence_length)
+        parts = [StageParts(of_server, cut, num_versions=num_versions, device=device) for cut in cuts]
+        self.server = Server(config, parts, identity=identity)
         self.emulation = Emulation(
             microbatch_s=settings.emulate_microbatch_ms / 1000 or VIRTUAL_MICROBATCH_S,
             speeds=settings.emulate_speeds,
@@ -119,7 +120,8 @@ class Engine(abc.ABC):
             skipped=update.skipped,
             stop=stop,
             step_s=step_s,
-            method_metrics=self.server.parts[0].method_metrics(),
+            method_metrics=self.server.method_metrics(),
+            router=tuple(RouterReport(*row) for row in self.server.router_tally.take()),
         )
 
     @abc.abstractmethod
@@ -151,9 +153,19 @@ def build_engine(config: Config, microbatches: BatchSource, *, device: torch.dev
             from slipstream.dataparallel.process_synchronous import SynchronousProcessEngine
 
             return SynchronousProcessEngine(config, device=device)
+        case "process" if config.dataparallel.num_stages > 1:
+            from slipstream.dataparallel.hybrid_engine import HybridEngine
+
+            return HybridEngine(config, device=device)
         case "process":
             from slipstream.dataparallel.process_engine import ProcessEngine
 
             return ProcessEngine(config, device=device)
-        case _:
-            raise ConfigError(f"the engine '{config.engine}' is not there yet. Use --engine process.")
+        case "ray" if config.dataparallel.mode == "sync":
+            from slipstream.dataparallel.ray_engine import SynchronousRayEngine
+
+            return SynchronousRayEngine(config, device=device)
+        case "ray":
+            from slipstream.dataparallel.ray_engine import RayEngine
+
+            return RayEngine(config, device=device)

@@ -20,48 +20,13 @@ from slipstream.dataparallel.events import EventQueue
 from slipstream.dataparallel.faults import Fault
 from slipstream.dataparallel.local_steps import build_worker
 from slipstream.dataparallel.messages import Order, Push
+from slipstream.dataparallel.probes import Prober
+from slipstream.dataparallel.seats import Arrival, Event, Seat
 from slipstream.dataparallel.shard import StepRecord
 from slipstream.dataparallel.wire import build_wire
-from slipstream.dataparallel.worker import Replica, Work, restored_work, work_state, work_tensors
+from slipstream.dataparallel.worker import Replica, restored_work, work_state, work_tensors
 from slipstream.errors import StageError
 from slipstream.executor import BatchSource, Snapshot, StateReader, StepReport
-
-
-@dataclasses.dataclass
-class Seat:
-    """A worker as the engine sees it.
-
-    Attributes:
-        incarnation: Of the one that sits here.
-        is_here: Whether it lives; a quarantined one does not compute, but counts as here.
-        sequence: Pushes made by this incarnation.
-        cycles: Cycles begun, over all incarnations.
-        slowness: Factor on the time of its cycles.
-        num_nan: Gradients to spoil.
-        duplicate: Send the next push twice.
-        late_copy: Send the next push once more, after the one that follows.
-    """
-
-    incarnation: int
-    is_here: bool = True
-    sequence: int = 0
-    cycles: int = 0
-    slowness: float = 1.0
-    num_nan: int = 0
-    duplicate: bool = False
-    late_copy: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """A gradient reaches the server; a copy is a message that arrives once too often."""
-
-    push: Push
-    work: Work
-    is_copy: bool = False
-
-
-Event = Arrival | Fault
 
 
 class InlineEngine(Engine):
@@ -79,6 +44,7 @@ class InlineEngine(Engine):
     ) -> None:
         super().__init__(config, device=device)
         self._worker = build_worker(config, Replica.of_server(self.server.parts[0]), microbatches, device=device)
+        self._prober = Prober(config, self.server, self._worker)
         self._wire = build_wire(config.dataparallel)
         self._queue: EventQueue[Event] = EventQueue()
         self._faults = tuple(faults)
@@ -161,6 +127,8 @@ class InlineEngine(Engine):
         seat.sequence += 1
         seat.cycles += 1
         cycle_s = self.emulation.cycle_s(order.worker, seat.cycles, order.lease.num_microbatches) * seat.slowness
+        probes_s = cycle_s * seat.num_probes / order.lease.num_microbatches
+        seat.num_probes = 0
         push = Push(
             worker=order.worker,
             incarnation=order.incarnation,
@@ -171,14 +139,18 @@ class InlineEngine(Engine):
             num_tokens=work.gradient.num_tokens,
             is_finite=work.is_finite,
             compute_s=cycle_s,
+            router=work.router,
             wire_bytes=sent.num_bytes,
             wire_error=sent.relative_error,
         )
-        self._queue.schedule(self.now_s + cycle_s, Arrival(push=push, work=work))
+        self._queue.schedule(self.now_s + cycle_s + probes_s, Arrival(push=push, work=work))
 
     def _arrive(self, arrival: Arrival) -> StepRecord | None:
         push, work = arrival.push, arrival.work
         seat = self._seats[push.worker]
+        order = self.server.sequencer.in_flight.get(push.lease_id)
+        if order is not None and push.is_finite:
+            seat.num_probes += self._prober.observe(order, sequence=push.sequence, grad_norm=float(work.grad_norm))
         _, record = self.server.push(push, [work.gradient], work.grad_norm, loss=work.loss)
         if arrival.is_copy or push.incarnation != seat.incarnation or not seat.is_here:
             return record

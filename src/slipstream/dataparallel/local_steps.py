@@ -25,6 +25,7 @@ from slipstream.config import Config, OptimConfig, StalenessConfig
 from slipstream.dataparallel.checks import outer_momentum_every
 from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.ranges import RangeSet
+from slipstream.dataparallel.router_tally import mean_rows
 from slipstream.dataparallel.worker import Replica, Work, Worker
 from slipstream.executor import BatchSource, StateReader
 from slipstream.models.partition import whole
@@ -129,12 +130,13 @@ class LocalSteps:
         """
         self._begin(read, version=version)
         updater = self._parts.updater
-        works = []
+        works, routers = [], []
         is_whole = True
         for part in cut(lease, self._num_steps):
             work = self._worker.compute(part, version=updater.weights.latest, worker=worker)
             is_whole &= not updater.step(work.gradient, work.grad_norm).skipped
             works.append((work.loss, work.gradient.num_tokens))
+            routers.append((float(work.gradient.num_tokens), work.router))
         num_tokens = sum(count for _, count in works)
         with torch.no_grad():
             moved = {name: read[name].to(y.dtype) - y for name, y in updater.masters.items()}
@@ -145,6 +147,7 @@ class LocalSteps:
             # What a step that was skipped would have changed is missing: the server must not take it for the whole.
             grad_norm=norm if is_whole else torch.full_like(norm, float("nan")),
             loss=sum(loss * count for loss, count in works) / num_tokens,
+            router=mean_rows(routers),
         )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

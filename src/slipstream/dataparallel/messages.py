@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from slipstream.dataparallel.ledger import Lease
+from slipstream.dataparallel.router_tally import RouterRows
 
 Rejection = Literal["unknown", "incarnation", "epoch", "duplicate", "quarantined", "lease", "version", "non_finite"]
 """Why a push was not counted:
@@ -32,6 +33,7 @@ class Push:
         communication_s: Seconds of fetching and pushing.
         wire_bytes: That the gradient took on its way.
         wire_error: What it lost there, relative to its norm.
+        router: What the routers did, of a model with experts.
     """
 
     worker: int
@@ -46,6 +48,7 @@ class Push:
     communication_s: float = 0.0
     wire_bytes: int = 0
     wire_error: float = 0.0
+    router: RouterRows = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

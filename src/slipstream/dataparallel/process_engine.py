@@ -21,11 +21,12 @@ import torch
 
 from slipstream.config import Config, config_hash
 from slipstream.data.loader import Batch
-from slipstream.dataparallel.crew import Crew, Heard, Seat
+from slipstream.dataparallel.crew import Crew, Heard, ProcessCrew, Seat
 from slipstream.dataparallel.engine import Engine
 from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.shard import StepRecord
 from slipstream.dataparallel.shared import Layout, WeightBoard
+from slipstream.dataparallel.transport import WeightsOffered
 from slipstream.dataparallel.worker_process import (
     Calibrate,
     Calibrated,
@@ -63,9 +64,8 @@ class ProcessEngine(Engine):
         self._identity = config_hash(config)
         super().__init__(config, device=device, identity=self._identity)
         updater = self.server.parts[0].updater
-        self._weights = WeightBoard(Layout.of(updater.weights.read(0)))
+        self._weights, self._crew = self._open(Layout.of(updater.weights.read(0)), Layout.of(updater.masters), main)
         self._publish()
-        self._crew = Crew(config, weights=self._weights, gradient=Layout.of(updater.masters), device=device, main=main)
         self._start = time.monotonic()
         self._has_begun = False
         self._seen_s = 0.0
@@ -78,6 +78,11 @@ class ProcessEngine(Engine):
         self._held: Heard | None = None
         self.start_workers(range(config.dataparallel.num_workers))
 
+    def _open(self, weights: Layout, gradient: Layout, main: WorkerMain) -> tuple[WeightsOffered, Crew]:
+        """Return where weights are published, and who reads them there; an engine elsewhere has others."""
+        board = WeightBoard(weights)
+        return board, ProcessCrew(self.config, weights=board, gradient=gradient, device=self.device, main=main)
+
     def start_workers(self, workers: Iterable[int]) -> None:
         """Let workers come, or come back; they join when they are ready, and nobody waits for them.
 
@@ -86,6 +91,11 @@ class ProcessEngine(Engine):
         """
         for worker in workers:
             self._crew.start(worker)
+
+    @property
+    def _calibration_microbatches(self) -> int:
+        """Microbatches that tell how fast a worker is alone."""
+        return CALIBRATION_MICROBATCHES
 
     @property
     def now_s(self) -> float:
@@ -116,7 +126,7 @@ class ProcessEngine(Engine):
 
     def _calibrate(self, seat: Seat) -> None:
         """Measure how fast a worker is while nobody else computes."""
-        self._crew.tell(seat, Calibrate(num_microbatches=CALIBRATION_MICROBATCHES))
+        self._crew.tell(seat, Calibrate(num_microbatches=self._calibration_microbatches))
         while seat.worker not in self._own_s and seat in self._crew.seats:
             self._handle(self._hear())
 
@@ -150,12 +160,16 @@ class ProcessEngine(Engine):
     def _serve(self) -> None:
         """Hear whoever has something to say, up to the gradient that would change the weights."""
         while self._held is None and (heard := self._crew.hear(timeout_s=0.0)) is not None:
-            report = heard.report
-            if isinstance(report, Result) and self.server.sequencer.completes_step(report.push.num_tokens):
+            if self._may_make_step(heard):
                 self._held = heard
             else:
                 self._pass_time()
                 self._handle(heard)
+
+    def _may_make_step(self, heard: Heard) -> bool:
+        """Whether the weights may be others once this was handled."""
+        report = heard.report
+        return isinstance(report, Result) and self.server.sequencer.completes_step(report.push.num_tokens)
 
     def _pass_time(self) -> None:
         seen_s, self._seen_s = self._seen_s, self.now_s
@@ -300,7 +314,11 @@ class ProcessEngine(Engine):
         """Return a copy of the state; workers go on meanwhile. What they are at is computed again after a restore."""
         snapshot = self.server.snapshot()
         counted = self.server.sequencer.ledger.tokens_committed - self._tokens_before
-        engine: dict[str, Any] = {"kind": "process", "capacity_tokens": self._capacity_tokens, "tokens": counted}
+        engine: dict[str, Any] = {
+            "kind": self.config.engine,
+            "capacity_tokens": self._capacity_tokens,
+            "tokens": counted,
+        }
         return dataclasses.replace(snapshot, scalars={**snapshot.scalars, "engine": engine})
 
     def restore(self, state: StateReader) -> None:
@@ -309,7 +327,7 @@ class ProcessEngine(Engine):
         self.server.resync()
         self._publish()
         saved = state.scalars.get("engine", {})
-        is_own = saved.get("kind") == "process"
+        is_own = saved.get("kind") in ("process", "ray")  # both count by the clock on the wall
         self._capacity_tokens = float(saved["capacity_tokens"]) if is_own else 0.0
         counted = int(saved["tokens"]) if is_own else 0
         self._tokens_before = self.server.sequencer.ledger.tokens_committed - counted

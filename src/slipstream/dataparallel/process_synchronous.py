@@ -43,6 +43,7 @@ class SynchronousProcessEngine(ProcessEngine):
         # What is not finite makes the whole step so, which is skipped then; nobody is to blame.
         self.server.sequencer.push(dataclasses.replace(result.push, is_finite=True))
         self.server.wire_tally.add(result.push.wire_bytes, result.push.wire_error)
+        self.server.router_tally.add(result.push.router, weight=result.push.num_tokens)
         if len(self._results) < self.config.dataparallel.num_workers:
             return None
         record = self._make_step()

@@ -13,6 +13,7 @@ from slipstream.data.loader import Batch
 from slipstream.dataparallel.batching import DynamicBatches, EqualBatches
 from slipstream.dataparallel.ledger import Ledger
 from slipstream.dataparallel.messages import Order, Push, Reply, Verdict
+from slipstream.dataparallel.router_tally import RouterTally
 from slipstream.dataparallel.sequencer import Sequencer
 from slipstream.dataparallel.shard import Shard, StepRecord
 from slipstream.dataparallel.wire import WireTally
@@ -63,6 +64,7 @@ class Server:
         self.shards = tuple(Shard(each.updater) for each in self.parts)
         self.sequencer = build_sequencer(config, identity=identity)
         self.wire_tally = WireTally()
+        self.router_tally = RouterTally()
         self._arrived: list[tuple[float, int, int]] = []
 
     @property
@@ -135,6 +137,7 @@ class Server:
         """
         self._arrived.append((loss, push.num_tokens, verdict.staleness))
         self.wire_tally.add(push.wire_bytes, push.wire_error)
+        self.router_tally.add(push.router, weight=push.num_tokens)
         for shard, gradient in zip(self.shards, gradients):
             shard.accumulate(gradient, grad_norm, weight=verdict.weight, is_borrowed=is_borrowed)
             shard.retain(self.sequencer.in_flight.readers.keys())
@@ -170,7 +173,8 @@ class Server:
         for parts in self.parts:
             if isinstance(parts.step_size, AsyncAwareLr) and sequencer.num_live:
                 parts.step_size.set_concurrency(
-                    num_in_flight=sequencer.num_live, gradients_per_update=sequencer.pushes_per_step
+                    num_in_flight=sequencer.num_live * self._config.gradients_per_worker,
+                    gradients_per_update=sequencer.pushes_per_step,
                 )
 
     @property
@@ -178,13 +182,18 @@ class Server:
         """Whether x can differ from y by more than a cast."""
         return self.parts[0].updater.publish.changes_weights
 
+    def method_metrics(self) -> dict[str, float]:
+        """Return what the shards' corrections and discounts tell of themselves, by name."""
+        return {name: value for parts in self.parts for name, value in parts.method_metrics().items()}
+
     def evaluate(self, batches: Iterable[Batch], point: Point, *, device: torch.device) -> float:
         """Return the summed loss in nats over batches."""
-        (parts,) = self.parts
         total = torch.zeros((), dtype=torch.float64, device=device)
         for batch in batches:
-            logits = parts.forward_at(point, to_device(batch.inputs, device))
-            total += cross_entropy_sum(logits, to_device(batch.targets, device))
+            x = to_device(batch.inputs, device)
+            for parts in self.parts:
+                x = parts.forward_at(point, x)
+            total += cross_entropy_sum(x, to_device(batch.targets, device))
         return float(total)
 
     def snapshot(self) -> Snapshot:
@@ -197,6 +206,7 @@ class Server:
             "shard": self.shards[0].state_dict(),
             "arrived": list(self._arrived),
             "wire": self.wire_tally.state_dict(),
+            "router": self.router_tally.state_dict(),
         }
         return dataclasses.replace(
             whole, tensors={**whole.tensors, **copies}, scalars={**whole.scalars, "dataparallel": own}
@@ -216,6 +226,7 @@ class Server:
             shard.restore(own["shard"], state)
         self._arrived = [(loss, count, staleness) for loss, count, staleness in own["arrived"]]
         self.wire_tally.load_state_dict(own.get("wire", ()))  # absent in a checkpoint of an older version
+        self.router_tally.load_state_dict(own.get("router", ()))
 
     @property
     def lacks_versions(self) -> bool:

@@ -50,6 +50,10 @@ class Shard:
             newest = self.updater.weights.read(version)
             self._held[version] = {name: tensor.clone() for name, tensor in newest.items()}
 
+    def weights_read(self, version: int) -> Mapping[str, Tensor]:
+        """Return the weights of a version that somebody computes on, and that a correction looks at; not copied."""
+        return self._held[version]
+
     def retain(self, versions: Collection[int]) -> None:
         """Forget the versions that nobody computes on any more."""
         for version in [each for each in self._held if each not in versions]:

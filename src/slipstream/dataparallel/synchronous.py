@@ -52,6 +52,7 @@ class SynchronousEngine(Engine):
         for order, work, cycle_s, each in zip(orders, works, cycles_s, sent):
             self.server.sequencer.push(self._push(order, work, cycle_s))
             self.server.wire_tally.add(each.num_bytes, each.relative_error)
+            self.server.router_tally.add(work.router, weight=work.gradient.num_tokens)
         gradient = sum_gradients([work.gradient for work in works])
         updater = self.server.parts[0].updater
         update = updater.step(gradient, self._worker.norm(gradient))

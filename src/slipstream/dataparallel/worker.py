@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from slipstream.assembly import StageParts, bind, sum_by_parameter
 from slipstream.config import Config
 from slipstream.dataparallel.ledger import Lease
+from slipstream.dataparallel.router_tally import RouterRows
 from slipstream.executor import BatchSource, StateReader
 from slipstream.microbatches import run_microbatches
 from slipstream.models.llama import build_stage
@@ -74,11 +75,13 @@ class Work:
         gradient: Mean over its tokens, by parameter name.
         grad_norm: Scalar, exact global norm of it; a shard clips by it.
         loss: Mean loss.
+        router: What the routers did, of a model with experts.
     """
 
     gradient: Gradient
     grad_norm: Tensor
     loss: float
+    router: RouterRows = ()
 
     @property
     def is_finite(self) -> bool:
@@ -128,15 +131,16 @@ class Worker:
             num_tokens=mean_over or num_tokens,
             device=self._device,
         )
-        for batch in {key[0] for key, _ in parts}:
-            replica.router_log.take(batch)
+        reports = [each.tolist() for _, each in sorted(replica.router_log.take_all().items())]
+        whole_share = (mean_over or num_tokens) / num_tokens  # of a part of a mean, what it would be by itself
         gradient = Gradient(
             tensors=sum_by_parameter(self._accumulator.take(), replica.names, tied_pair=replica.tied_pair),
             read_version=version,
             num_tokens=num_tokens,
             worker=worker,
         )
-        return Work(gradient=gradient, grad_norm=self.norm(gradient), loss=loss)
+        router = tuple((*loads, aux_loss * whole_share) for *loads, aux_loss in reports)
+        return Work(gradient=gradient, grad_norm=self.norm(gradient), loss=loss, router=router)
 
     def norm(self, gradient: Gradient) -> Tensor:
         """Return the exact global norm of a gradient."""

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 
 import torch
 
@@ -20,8 +20,8 @@ from slipstream.dataparallel.emulation import Emulation
 from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.local_steps import build_worker
 from slipstream.dataparallel.messages import Order, Push
-from slipstream.dataparallel.shared import WeightBoard
-from slipstream.dataparallel.wire import PushSlots, Sent
+from slipstream.dataparallel.transport import Pipe, PushWriter, WeightsFetched
+from slipstream.dataparallel.wire import Sent
 from slipstream.dataparallel.worker import Replica, Work, Worker
 from slipstream.executor import BatchSource
 from slipstream.microbatches import microbatch_loader
@@ -42,9 +42,9 @@ class Workplace:
 
     config: Config
     worker: int
-    pipe: Connection
-    weights: WeightBoard
-    gradient: PushSlots
+    pipe: Pipe
+    weights: WeightsFetched
+    gradient: PushWriter
     device: torch.device
 
 
@@ -122,10 +122,15 @@ class Calibrate:
     num_microbatches: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drain:
+    """To a worker that is a pipeline: there is no work for now, finish what has begun."""
+
+
 Report = Hello | Result | Overtaken | Calibrated | Failed
 """From worker to server."""
 
-Command = Order | Calibrate | None
+Command = Order | Calibrate | Drain | None
 """From server to worker; ``None``: leave."""
 
 WorkerMain = Callable[[Workplace], None]
@@ -229,6 +234,7 @@ def _push(order: Order, work: Work, sent: Sent, *, sequence: int, compute_s: flo
         is_finite=work.is_finite,
         compute_s=compute_s,
         communication_s=communication_s,
+        router=work.router,
         wire_bytes=sent.num_bytes,
         wire_error=sent.relative_error,
     )

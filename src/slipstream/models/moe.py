@@ -21,7 +21,7 @@ cross-entropy are the same there too.
 momentum fades and still moves it, and weight decay goes on; the gradient's norm does not notice it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -74,7 +74,17 @@ class RouterLog:
         Returns:
             The fields of :class:`RouterReport` as float64 vectors.
         """
-        keys = sorted(key for key in self._notes if key[0] == batch)
+        return self._taken(sorted(key for key in self._notes if key[0] == batch))
+
+    def take_of(self, keys: Iterable[MicrobatchKey]) -> dict[int, Tensor]:
+        """Return the figures of some microbatches, as :meth:`take` does."""
+        return self._taken(sorted(key for key in keys if key in self._notes))
+
+    def take_all(self) -> dict[int, Tensor]:
+        """Return the figures of all microbatches noted, of whatever batches, as :meth:`take` does."""
+        return self._taken(sorted(self._notes))
+
+    def _taken(self, keys: Sequence[MicrobatchKey]) -> dict[int, Tensor]:
         sums: dict[int, Tensor] = {}
         for layer, numbers in ((layer, numbers) for key in keys for layer, numbers in self._notes.pop(key).items()):
             sums[layer] = sums[layer] + numbers if layer in sums else numbers

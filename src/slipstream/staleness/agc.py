@@ -12,30 +12,12 @@ from slipstream.staleness.curvature import Curvature, CurvatureKind
 from slipstream.staleness.displacement import MeanDisplacement
 from slipstream.staleness.gradient import Gradient
 from slipstream.staleness.groups import GroupOf, Slots, Statistics, members, to_floats
+from slipstream.staleness.guards import Guards
 from slipstream.staleness.pairs import ConcurrentPairs, Pair, read_version
+from slipstream.staleness.probes import fidelity
 
 Rate = Callable[[str, int], float]
 """Gives the learning rate of a parameter at an update (from 1)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Guards:
-    """What keeps a poor curvature from doing harm.
-
-    Attributes:
-        warmup_steps: No correction up to this update: while the rate rises, old pairs tell little.
-        min_pairs: Pairs that a group needs before it is corrected.
-        ramp_steps: Updates over which the correction then rises from 0 to its full size.
-        trust_radius: Largest correction of a group as a fraction of its gradient.
-        min_cosine: Smallest cosine between a group's gradient as it is and as the correction, not yet cut to the
-            trust radius, would make it; below that it stays as it is.
-    """
-
-    warmup_steps: int = 0
-    min_pairs: int = 200
-    ramp_steps: int = 500
-    trust_radius: float = 0.5
-    min_cosine: float = 0.5
 
 
 class Agc:
@@ -50,7 +32,7 @@ class Agc:
         \frac{\mathrm{EMA}\langle\Delta g, h\,\Delta w\rangle_G}{\mathrm{EMA}\,|h\,\Delta w|_G^2}, 0, 1\Big),
 
     so that a curvature which predicts nothing switches itself off. Pairs come from :meth:`correct` itself
-    (:class:`~slipstream.staleness.pairs.ConcurrentPairs`) and from :meth:`probe`; each second one of a group goes to
+    (:class:`~slipstream.staleness.pairs.ConcurrentPairs`) or from :meth:`probe`; each second one of a group goes to
     the gain. A gradient is corrected before it enters the statistics.
 
     Args:
@@ -60,12 +42,13 @@ class Agc:
         lr: Bounds the curvature by what a rate allows; ``None``: no bound.
         decay: Of every average.
         shrinkage: Of ``secant_diag``.
+        concurrent_pairs: Take pairs from the gradients that are corrected; otherwise from :meth:`probe` alone.
         guards: See :class:`Guards`.
 
     Cost:
-        Persistent: one gradient and one copy of the weights for the pairs, the mean square of the gradient, two more
-        copies of the weights with ``ema``, two tensors with ``secant_diag``. Transient: one gradient. Two waits for the
-        device an update.
+        Persistent: one gradient and one copy of the weights for concurrent pairs, the mean square of the gradient, two
+        more copies of the weights with ``ema``, two tensors with ``secant_diag``. Transient: one gradient. Two waits
+        for the device an update.
 
     Source:
         AsyncLM, "Efficient and Adaptive Async Pre-training of Language Models", ACL 2025, from a description; there is
@@ -85,6 +68,7 @@ class Agc:
         lr: Rate | None = None,
         decay: float = 0.99,
         shrinkage: float = 1.0,
+        concurrent_pairs: bool = True,
         guards: Guards | None = None,
     ) -> None:
         self.group_of: GroupOf = group_of or (lambda name: name)
@@ -92,13 +76,16 @@ class Agc:
         self.guards = guards or Guards()
         self._lr = lr
         self._decay = decay
-        self._pairs = ConcurrentPairs()
+        self._pairs = ConcurrentPairs() if concurrent_pairs else None
         self._mean = MeanDisplacement(decay=decay) if displacement == "ema" else None
         self._facts = Statistics(("pairs", "gain_dot", "gain_square", "started", "update"))
-        self.slots: Slots = self._facts.slots | self.curvature.slots | self._pairs.slots
+        self.slots: Slots = self._facts.slots | self.curvature.slots
+        if self._pairs is not None:
+            self.slots |= self._pairs.slots
         if self._mean is not None:
             self.slots |= self._mean.slots
         self._metrics: dict[str, dict[str, float]] = {}
+        self._probe_metrics: dict[str, float] = {}
 
     @torch.no_grad()
     def correct(
@@ -111,10 +98,11 @@ class Agc:
         if self._mean is not None:
             self._mean.observe(gradient, now, update=update)
         corrected = self._corrected(gradient, update, now, read) if staleness > 0 else gradient
-        pair = self._pairs.pair(gradient, read)
-        if pair is not None:
-            self._learn(pair)
-        self._pairs.hold(gradient, read, version=update)
+        if self._pairs is not None:
+            pair = self._pairs.pair(gradient, read)
+            if pair is not None:
+                self._learn(pair)
+            self._pairs.hold(gradient, read, version=update)
         self.curvature.observe(gradient.tensors)
         return corrected
 
@@ -128,8 +116,9 @@ class Agc:
     ) -> None:
         """Learn from two gradients of *one* batch (a microbatch will do) at two points of the weights.
 
-        The batch's noise is in both and cancels, so this alone tells single elements apart. A caller does it every
-        n-th cycle: it costs one more forward and backward.
+        The batch's noise is in both and cancels, so this alone tells single elements apart, and how much of the change
+        a correction foretells; that is measured before anything is learnt. A caller does it every n-th cycle: it costs
+        one more forward and backward.
 
         Args:
             gradient_old: At ``weights_old``, scaled as the gradients to be corrected are (mean over tokens; clipped
@@ -144,7 +133,20 @@ class Agc:
             if old is not None and new is not None:
                 change[name] = new - old
                 moved[name] = weights_new[name].to(new.dtype) - weights_old[name].to(new.dtype)
+        stale = {name: g for name in change if (g := gradient_old[name]) is not None}
+        self._probe_metrics = fidelity(stale, change, self._foretold(stale, moved))
         self._learn(Pair(change=change, moved=moved, same_batch=True))
+
+    def _foretold(self, gradient: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the correction of a gradient would be by now, within the trust radius, without the ramp."""
+        found: dict[str, Tensor] = {}
+        for names in members(moved, self.group_of).values():
+            h, gain = self._diagonals(names, moved), self.gain(names)
+            found |= {name: gain * h[name][0] * moved[name] for name in names}
+            size, limit = _norm(found, names), self.guards.trust_radius * _norm(gradient, names)
+            if size > limit:
+                found |= {name: found[name] * (limit / size) for name in names}
+        return found
 
     def _learn(self, pair: Pair) -> None:
         """Take a pair into the curvature, or, each second one of a group, into its gain."""
@@ -275,9 +277,15 @@ class Agc:
 
         ``pairs``, ``ramp`` and ``gain`` (0: no correction), ``curvature`` (lambda), ``bounded`` (share of elements at
         the upper bound), ``cosine`` and ``raw`` (1: the correction was thrown away), ``trust`` (below 1: cut to the
-        trust radius), ``relative_correction`` (norm of what was added over the gradient's).
+        trust radius), ``relative_correction`` (norm of what was added over the gradient's). Of the last probe
+        ``probe/NAME``, see :func:`~slipstream.staleness.probes.fidelity`.
         """
-        return {f"agc/{group}/{name}": value for group, row in self._metrics.items() for name, value in row.items()}
+        by_group = {f"agc/{group}/{name}": value for group, row in self._metrics.items() for name, value in row.items()}
+        return by_group | {f"probe/{name}": value for name, value in self._probe_metrics.items()}
+
+
+def _norm(tensors: Mapping[str, Tensor], names: list[str]) -> float:
+    return math.sqrt(sum(to_floats([tensors[name].square().sum() for name in names])))
 
 
 def _dots(g: Tensor | None, c: Tensor, bounded: Tensor) -> list[Tensor]:

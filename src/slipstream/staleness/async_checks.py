@@ -25,27 +25,43 @@ def check_agc(config: Config, *, delay: int | None) -> list[str]:
     staleness, agc = config.staleness, config.staleness.agc
     if staleness.correction not in COMPENSATORS:
         return [] if agc == AgcConfig() else ["the settings of staleness.agc have no effect without correction 'agc'."]
-    if agc.curvature == "secant_diag":
-        raise ConfigError(
-            "staleness.agc.curvature is 'secant_diag', which needs two gradients of one batch at different weights; "
-            "no executor makes such probes yet. Use 'secant_group', 'fisher' or 'fisher_root'."
-        )
+    _check_probes(config)
     found = []
     num_steps, a_step = config.train.num_steps, _most_pairs_a_step(config, delay=delay)
     if delay != 0 and (agc.min_pairs >= num_steps * a_step or config.optim.lr_warmup_steps >= num_steps):
         found.append(
             f"staleness.correction '{staleness.correction}' has no effect in {num_steps} steps: it begins after "
-            f"{agc.min_pairs} pairs of gradients (staleness.agc.min_pairs), {a_step} a step at most, and the warm-up "
+            f"{agc.min_pairs} pairs of gradients (staleness.agc.min_pairs), {a_step:g} a step at most, and the warm-up "
             f"of {config.optim.lr_warmup_steps}."
         )
     return found
 
 
-def _most_pairs_a_step(config: Config, *, delay: int | None) -> int:
-    """Return how many pairs of gradients a step can bring: one with each gradient."""
-    if delay is not None:
-        return 1
-    return math.ceil(concurrency(config, delay=None)[1])
+def _check_probes(config: Config) -> None:
+    """Refuse probes where nobody makes them, and what needs them where there are none."""
+    agc = config.staleness.agc
+    makes_probes = config.executor == "single" or (config.executor == "dataparallel" and config.engine == "inline")
+    if agc.curvature == "secant_diag" and not agc.probe_every:
+        raise ConfigError(
+            "staleness.agc.curvature is 'secant_diag', which needs two gradients of one batch at different weights. "
+            "Give staleness.agc.probe_every, such as 4, or use 'secant_group', 'fisher' or 'fisher_root'."
+        )
+    if agc.probe_every < 0:
+        raise ConfigError(f"staleness.agc.probe_every is {agc.probe_every}; give 0 for no probes, or 1 or more.")
+    if agc.probe_every and not makes_probes:
+        where = f"'{config.executor}'" + (
+            f" with the engine '{config.engine}'" if config.executor != "pipeline" else ""
+        )
+        raise ConfigError(
+            f"staleness.agc.probe_every is {agc.probe_every}, but the executor {where} makes no probes: 'single' does, "
+            "and 'dataparallel' with the engine 'inline'. Leave it at 0."
+        )
+
+
+def _most_pairs_a_step(config: Config, *, delay: int | None) -> float:
+    """Return how many pairs of gradients a step can bring: one with each gradient, or with each that is probed."""
+    gradients = 1 if delay is not None else math.ceil(concurrency(config, delay=None)[1])
+    return gradients / (config.staleness.agc.probe_every or 1)
 
 
 def check_aalr(config: Config, *, delay: int | None) -> list[str]:
@@ -79,8 +95,9 @@ def check_bound(config: Config) -> list[str]:
     bound = config.dataparallel.max_staleness
     if config.executor != "dataparallel" or not bound:
         return []
-    num_workers, pushes = concurrency(config, delay=None)
-    usual = 2 * (num_workers - 1) / pushes
+    num_in_flight, pushes = concurrency(config, delay=None)
+    num_workers = config.dataparallel.num_workers
+    usual = 2 * (num_in_flight - 1) / pushes
     if bound >= usual:
         return []
     return [
@@ -103,7 +120,8 @@ def concurrency(config: Config, *, delay: int | None) -> tuple[int, float]:
     if settings.mode == "sync":
         return 1, 1
     num_workers = max(settings.num_workers, 1)
+    num_in_flight = num_workers * config.gradients_per_worker
     pushes = settings.pushes_per_step or num_workers
     if settings.max_microbatches:
-        return num_workers, max(pushes, config.pipeline.num_microbatches / settings.max_microbatches)
-    return num_workers, pushes
+        return num_in_flight, max(pushes, config.pipeline.num_microbatches / settings.max_microbatches)
+    return num_in_flight, pushes

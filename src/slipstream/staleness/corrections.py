@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from slipstream.config import StalenessConfig
-from slipstream.staleness.agc import Agc, Guards, Rate
+from slipstream.staleness.agc import Agc, Rate
 from slipstream.staleness.damping import AgcDamping
 from slipstream.staleness.gradient import Gradient
 from slipstream.staleness.groups import Slots as Slots
 from slipstream.staleness.groups import grouping
+from slipstream.staleness.guards import Guards
 
 
 class Correction(Protocol):
@@ -192,6 +193,7 @@ def build_corrections(
                 group_of=None if role is None else grouping(settings, role=role),
                 lr=lr,
                 decay=settings.decay,
+                concurrent_pairs=not settings.probe_every,
                 guards=Guards(
                     warmup_steps=warmup_steps,
                     min_pairs=settings.min_pairs,

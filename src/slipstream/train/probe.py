@@ -18,19 +18,19 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.config import Config, coefficient_text, from_dict
-from slipstream.data import Batch, open_data
+from slipstream.data import Batch
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.llama import cross_entropy_sum, whole_model
 from slipstream.models.roles import role
 from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.optim.build import build_optimizers
-from slipstream.optim.lr import lr_factor
+from slipstream.optim.lr import rate_factor
 from slipstream.optim.muon import Muon, _lr_ratio
 from slipstream.optim.state import import_state, join_tensors
 from slipstream.plan.stability import StabilityConfig, max_stable_product
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.curvature import Losses, adaptive_sharpness, root_preconditioner, spectral_sharpness
-from slipstream.train.rank import training_loader
+from slipstream.train.rank import open_run_data, training_loader
 from slipstream.train.rundir import RunDir
 
 ADAM_FAMILY = (torch.optim.Adam, torch.optim.NAdam)
@@ -192,7 +192,7 @@ def _measure(
     row = {
         "rule": name,
         "num_parameters": sum(parameter.numel() for parameter in own.values()),
-        "lr": peak_lr * _lr_factor(run, step),
+        "lr": peak_lr * rate_factor(run.optim, num_steps=run.train.num_steps)(max(step, 1)),
         "peak_lr": peak_lr,
     }
     if isinstance(optimizer, Muon):
@@ -266,17 +266,6 @@ def _limits(setting: StabilityConfig, run: Config) -> dict[str, float]:
     return limits
 
 
-def _lr_factor(run: Config, step: int) -> float:
-    optim = run.optim
-    return lr_factor(
-        max(step, 1),
-        warmup_steps=optim.lr_warmup_steps,
-        total_steps=optim.lr_total_steps or run.train.num_steps,
-        schedule=optim.lr_schedule,
-        final_fraction=optim.lr_final_fraction,
-    )
-
-
 def _newest(run: str) -> Checkpoint:
     folder = RunDir(Path(run)).checkpoints
     checkpoint, passed_over = newest_complete(folder)
@@ -289,13 +278,13 @@ def _newest(run: str) -> Checkpoint:
 
 
 def _next_batches(run: Config, checkpoint: Checkpoint, *, num_batches: int) -> list[Batch]:
-    dataset = open_data(run.data.path)
-    if checkpoint.manifest["data_sha256"] != dataset.manifest.digest():
+    dataset = open_run_data(run)
+    if checkpoint.manifest["data_sha256"] != dataset.digest():
         raise ConfigError(
             f"{run.data.path or 'the built-in text'} holds other data than the run was trained on. Put the run's own "
             "data back."
         )
-    loader = training_loader(run, dataset)
+    loader = training_loader(run, dataset, checkpoint)
     return [loader.batch(checkpoint.step + index) for index in range(num_batches)]
 
 

@@ -82,6 +82,13 @@ OPTIONS = {
             "agc": {"min_pairs": 1, "ramp_steps": 2, "displacement": "ema"},
         }
     },
+    "probes": {
+        "dataparallel": {"pushes_per_step": 1},
+        "staleness": {
+            "correction": "agc",
+            "agc": {"curvature": "secant_diag", "probe_every": 2, "min_pairs": 1, "ramp_steps": 2},
+        },
+    },
     "every push a step": {"dataparallel": {"pushes_per_step": 1}},
     "bounded": {"dataparallel": {"max_staleness": 1}},
 }

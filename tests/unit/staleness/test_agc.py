@@ -10,11 +10,12 @@ from torch import Tensor
 from slipstream.config import AgcConfig
 from slipstream.errors import ConfigError
 from slipstream.models.roles import role
-from slipstream.staleness.agc import Agc, Guards
+from slipstream.staleness.agc import Agc
 from slipstream.staleness.curvature import Curvature
 from slipstream.staleness.damping import AgcDamping
 from slipstream.staleness.gradient import Gradient
 from slipstream.staleness.groups import check_cuts, grouping
+from slipstream.staleness.guards import Guards
 
 OPEN = Guards(min_pairs=2, ramp_steps=0, trust_radius=math.inf, min_cosine=-1.0)
 """Guards that never bite."""
@@ -130,6 +131,25 @@ def test_elements_are_told_apart_by_probes_alone():
     walk = Walk(Agc(curvature="secant_diag", guards=OPEN))
     walk.steps(6)
     assert not walk.correction.slots["element_dot"], "pairs of different batches are too noisy for single elements"
+
+
+def test_a_probe_tells_how_much_of_the_change_is_foretold():
+    hessian = {name: 1.0 + seeded(70 + i, 3, 4).abs() for i, name in enumerate(HESSIAN)}
+    agc = Agc(curvature="secant_diag", shrinkage=0.0, guards=OPEN, concurrent_pairs=False)
+    probes = [(moved(start(), seed), moved(start(), seed + 50)) for seed in range(9)]
+    for number, (old, new) in enumerate(probes):
+        agc.probe(slope(old, hessian), old, slope(new, hessian), new)
+        metrics = agc.metrics()
+        if number == 0:
+            assert metrics["probe/explained"] == 0.0, "measured before anything is learnt"
+            assert metrics["probe/cosine_corrected"] == pytest.approx(metrics["probe/cosine_stale"])
+    assert metrics["probe/explained"] == pytest.approx(1.0)
+    assert metrics["probe/cosine_corrected"] == pytest.approx(1.0)
+    assert metrics["probe/cosine_stale"] < 0.999
+    # With the displacement turned round, what is foretold is the opposite of the change.
+    old, new = probes[0]
+    agc.probe(slope(old, hessian), new, slope(new, hessian), old)
+    assert agc.metrics()["probe/explained"] == pytest.approx(-3.0)
 
 
 def test_shrinkage_draws_elements_to_the_group():

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.staleness.agc import Agc, Guards
+from slipstream.staleness.agc import Agc
 from slipstream.staleness.gradient import Gradient
+from slipstream.staleness.guards import Guards
 
 SIZE = 50
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.staleness.agc import Agc, Guards
+from slipstream.staleness.agc import Agc
 from slipstream.staleness.gradient import Gradient
+from slipstream.staleness.guards import Guards
 
 CURVATURE = 2.15
 SIZE = 20_000

@@ -64,13 +64,6 @@ def test_workers_bring_a_pair_with_each_push(num_steps, dataparallel, is_idle):
     assert [f"has no effect in {num_steps} steps" in sentence for sentence in found] == [True] * is_idle
 
 
-@pytest.mark.parametrize("executor", ["single", "pipeline", "dataparallel"])
-def test_no_executor_makes_probes(executor):
-    tables = {"executor": executor, "staleness": {"correction": "agc", "agc": {"curvature": "secant_diag"}}}
-    with pytest.raises(ConfigError, match="no executor makes such probes yet"):
-        check_staleness(from_dict(tables), delay=1)
-
-
 @pytest.mark.parametrize(
     ("workers", "said"),
     [

@@ -1,6 +1,7 @@
 """Runs of the executor `dataparallel` through the files on disk."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -204,10 +205,35 @@ def test_the_command_line_takes_speeds_with_commas(tmp_path, capsys):
     assert load_toml(tmp_path / "shown.toml").dataparallel.emulate_speeds == (1.0, 1.0, 0.5)
 
 
-def test_an_engine_that_is_not_there_is_refused(tmp_path, capsys):
-    words = ["train", "--config", str(EXAMPLE), "--engine", "ray", "--run-dir", str(tmp_path / "run")]
-    assert main(words) == 2
-    assert "--engine process or inline" in capsys.readouterr().err
+RAY = ["train", "--config", str(EXAMPLE), "--engine", "ray"]
+
+
+def test_without_ray_its_engine_says_how_to_install_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main([*RAY, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "pip install 'slipstream[ray]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:1", "no Ray cluster can be reached at 127.0.0.1:1"),
+        ("ray://head:10001", "give host:port"),
+        ("head", "give host:port"),
+    ],
+)
+def test_a_ray_cluster_that_is_not_there_is_named(tmp_path, capsys, monkeypatch, address, sentence):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found")
+    assert main([*RAY, "--dataparallel.ray-address", address, "--run-dir", str(tmp_path / "run")]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_of_ray_belong_to_its_engine():
+    config = resolve(settings("unused", dataparallel={"ray_address": "head:6379"}), vocab_size=257, cuda=False)
+    with pytest.raises(ConfigError, match=r"ray_address is given, but the engine is 'inline'"):
+        check_dataparallel(config)
 
 
 def test_the_example_config_is_sound():

@@ -1,0 +1,193 @@
+"""Workers as Ray actors on a cluster of several nodes: the same numbers as in one process; workers go and come."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from tests.distributed import worker_mains
+from tests.distributed.harness import run_config
+from tests.distributed.pool import CPU
+from tests.distributed.test_process_engine import ODD, committed, run_steps, run_until
+from tests.distributed.test_process_engine import settings as process_settings
+from tests.distributed.worker_mains import microbatch
+
+from slipstream.cli import main
+from slipstream.dataparallel.engine import build_engine
+from slipstream.dataparallel.ray_cluster import private_environment
+from slipstream.dataparallel.ray_engine import RayEngine, SynchronousRayEngine
+from slipstream.errors import ConfigError
+from slipstream.train.launch import launch
+from slipstream.train.metrics import read_json_lines
+from slipstream.train.progress import SilentReporter
+
+NUM_WORKERS = 2
+NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with private_environment() as folder:  # before Ray is imported
+        ray = pytest.importorskip("ray")
+        from ray.cluster_utils import Cluster
+
+        Path("/tmp/ray").mkdir(exist_ok=True)  # Ray notes there which cluster came last
+        cluster = Cluster(initialize_head=True, head_node_args=NODE | {"temp_dir": str(folder)})
+        try:
+            cluster.add_node(**NODE)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def settings(**changes):
+    changes["dataparallel"] = {"num_workers": NUM_WORKERS} | changes.get("dataparallel", {})
+    return process_settings(engine="ray", **changes)
+
+
+@contextlib.contextmanager
+def running(config, main=worker_mains.plain):
+    kind = SynchronousRayEngine if config.dataparallel.mode == "sync" else RayEngine
+    with contextlib.closing(kind(config, device=CPU, main=main)) as engine:
+        yield engine
+        assert engine.server.sequencer.ledger.balance().holds
+
+
+def seats(engine):
+    return {seat.worker: seat for seat in engine._crew.seats}
+
+
+def inline(config, count):
+    config = dataclasses.replace(config, engine="inline")
+    return run_steps(build_engine(config, functools.partial(microbatch, config), device=CPU), count)
+
+
+# --- the same numbers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "int8", "mode": "sync"}])
+def test_one_worker_is_one_process_bitwise(cluster, options):
+    config = settings(
+        dataparallel={"num_workers": 1, "emulate_microbatch_ms": 0.0} | options, staleness={"error_feedback": 0.5}
+    )
+    with running(config) as engine:
+        assert run_steps(engine, 5) == inline(config, 5)
+        assert engine.figures()["staleness_max"] == 0
+
+
+# --- the failure matrix --------------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_killed_and_one_joins_and_its_machine_dies(cluster):
+    config = settings(pipeline={"num_microbatches": 18})
+    with running(config) as engine:
+        run_until(engine, lambda: engine.step >= 3 and committed(engine))
+        assert len({seat.machine for seat in seats(engine).values()}) == 2, "workers are spread over machines"
+        before = committed(engine)
+        os.kill(seats(engine)[ODD].process, signal.SIGKILL)
+        step = engine.step
+        run_until(engine, lambda: engine.server.sequencer.num_live == 1)
+        run_until(engine, lambda: engine.step >= step + 3)
+        assert engine.server.sequencer.num_live == 1, "the other one goes on while it comes back"
+        run_until(engine, lambda: committed(engine) > before)
+        assert engine.figures()["restarts"] == 1
+        assert engine.server.sequencer.members[ODD].incarnation == 2
+
+        node = cluster.add_node(**NODE | {"num_cpus": 1, "resources": {"new": 1}})
+        number = config.dataparallel.num_workers
+        engine.start_workers([number])
+        run_until(engine, lambda: committed(engine, number))
+        history = engine.server.sequencer.policy.histories[number]
+        run_until(engine, lambda: max(cycle["num_microbatches"] for cycle in history.state_dict()) > 1)
+        assert history.state_dict()[0]["num_microbatches"] == 1, "one to find out how fast it is"
+
+        cluster.remove_node(node, allow_graceful=False)
+        step = engine.step
+        run_until(engine, lambda: engine.step >= step + 5)
+        assert engine.server.sequencer.ledger.lag < 6 * 18, "no microbatch is left behind"
+        assert engine.figures()["pushes_rejected"] == 0
+
+
+def test_a_worker_becomes_ten_times_slower(cluster):
+    config = settings(pipeline={"num_microbatches": 18}, dataparallel={"emulate_microbatch_ms": 10.0})
+    with running(config, worker_mains.slows_down) as engine:
+        policy = engine.server.sequencer.policy
+        run_until(engine, lambda: engine.server.sequencer.ledger.frontier > 90)
+        assert policy.plan[ODD] > 3
+        run_until(engine, lambda: policy.plan[ODD] == 1)
+        run_until(engine, lambda: len(policy.histories[ODD]) > 4)
+        assert engine.figures()["staleness_max"] <= 3 * NUM_WORKERS
+
+
+class Killer(SilentReporter):
+    """Kills the server at a step, once."""
+
+    def __init__(self, at_step):
+        self.at_step = at_step
+        self.notes = []
+        self.processes = []
+
+    def note(self, text):
+        self.notes.append(text)
+        if found := re.search(r"the server is process (\d+)", text):
+            self.processes.append(int(found[1]))
+
+    def on_step(self, row, *, eta_s):
+        if row["step"] >= self.at_step and len(self.processes) == 1:
+            os.kill(self.processes[0], signal.SIGKILL)
+
+
+def test_the_server_is_killed(cluster, tmp_path):
+    """It comes again by itself, with new lives of the workers, and goes on from its newest checkpoint."""
+    tables = {
+        "executor": "dataparallel",
+        "engine": "ray",
+        "model": {"num_layers": 1, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 24},
+        "optim": {"lr": 0.01, "lr_total_steps": 40},
+        "staleness": {},
+        "pipeline": {"num_microbatches": 6},
+        "dataparallel": {"num_workers": NUM_WORKERS, "emulate_microbatch_ms": 8.0},
+        "train": {"num_steps": 40},
+        "checkpoint": {"every_steps": 2, "keep_last": 2},
+    }
+    config = run_config(tmp_path / "run", **tables)
+    reporter = Killer(at_step=9)
+    summary = launch(config, reporter=reporter)
+    (went_on,) = [int(found[1]) for note in reporter.notes if (found := re.search(r"goes on from step (\d+)", note))]
+    # One save may have been under way, and another due.
+    assert went_on >= 9 - 2 * 2
+    assert len(set(reporter.processes)) == 2
+    assert (summary["num_steps"], summary["ledger_balanced"], summary["restarts"]) == (40, True, 0)
+    tokens = config.train.microbatch_size * config.data.sequence_length
+    assert summary["tokens_committed"] == sum(summary["microbatches_by_worker"].values()) * tokens
+    assert summary["tokens_committed"] // (6 * tokens) == 40
+    steps = [row["step"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == list(range(1, 41))
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_too_small_says_so(cluster):
+    with pytest.raises(ConfigError, match=r"offers \d CPUs; 9 workers of 1 .* the server need 10"):
+        RayEngine(settings(dataparallel={"num_workers": 9}), device=CPU)
+
+
+# --- how fast ------------------------------------------------------------------------------------------------------
+
+
+def test_exchange_is_timed_on_the_object_store(cluster, capsys):
+    words = ["--engine", "ray", "--megabytes", "1", "--num-workers", "1", "--rounds", "2", "--cycles", "3", "--json"]
+    assert main(["bench", "exchange", *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["engine"] == "ray"
+    for name in ("copy", "exchange", "summed"):
+        assert len(result[f"{name}_rounds"]) == 2
+        assert min(result[f"{name}_rounds"]) > 0
