@@ -1,6 +1,7 @@
 """The decoder against a slow float64 pass written from the papers' formulas, one head and position at a time."""
 
 import cmath
+import dataclasses
 import math
 
 import pytest
@@ -42,7 +43,7 @@ def turned(vector, position):
     return torch.cat((pairs.real, pairs.imag))
 
 
-def attention(rows, weights, prefix):
+def attention(rows, weights, prefix, window):
     channels, group = CFG.dim // CFG.num_heads, CFG.num_heads // CFG.num_kv_heads
     queries, keys, values = ([weights[f"{prefix}.{letter}.weight"] @ row for row in rows] for letter in "qkv")
     out = []
@@ -52,9 +53,9 @@ def attention(rows, weights, prefix):
             own = slice(head * channels, (head + 1) * channels)
             shared = slice(head // group * channels, (head // group + 1) * channels)
             query = turned(queries[t][own], t)
-            scores = [query @ turned(keys[s][shared], s) / math.sqrt(channels) for s in range(t + 1)]
-            exponentials = [score.exp() for score in scores]
-            heads.append(sum(e * values[s][shared] for s, e in enumerate(exponentials)) / sum(exponentials))
+            seen = range(max(0, t + 1 - window) if window else 0, t + 1)
+            exponentials = {s: (query @ turned(keys[s][shared], s) / math.sqrt(channels)).exp() for s in seen}
+            heads.append(sum(e * values[s][shared] for s, e in exponentials.items()) / sum(exponentials.values()))
         out.append(weights[f"{prefix}.o.weight"] @ torch.cat(heads))
     return out
 
@@ -64,13 +65,13 @@ def feed_forward(row, weights, prefix):
     return weights[f"{prefix}.down.weight"] @ (gate / (1 + (-gate).exp()) * (weights[f"{prefix}.up.weight"] @ row))
 
 
-def reference(tokens, weights):
+def reference(tokens, weights, window):
     """Return the logits of one sequence (T, V)."""
     rows = [weights["embed.weight"][token] for token in tokens]
     for layer in range(CFG.num_layers):
         block = f"blocks.{layer}"
         normed = [rms_norm(row, weights[f"{block}.attention_norm.weight"]) for row in rows]
-        rows = [row + out for row, out in zip(rows, attention(normed, weights, f"{block}.attention"))]
+        rows = [row + out for row, out in zip(rows, attention(normed, weights, f"{block}.attention", window))]
         normed = [rms_norm(row, weights[f"{block}.ffn_norm.weight"]) for row in rows]
         rows = [row + feed_forward(n, weights, f"{block}.ffn") for row, n in zip(rows, normed)]
     return torch.stack([weights["head.weight"] @ rms_norm(row, weights["head.norm.weight"]) for row in rows])
@@ -79,16 +80,17 @@ def reference(tokens, weights):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-5)], ids=["float64", "float32"]
 )
-def test_logits_loss_and_gradients_are_those_of_the_formulas(dtype, tolerance):
+@pytest.mark.parametrize("window", [0, 1, 3, LENGTH])
+def test_logits_loss_and_gradients_are_those_of_the_formulas(dtype, tolerance, window):
     weights = {name: weight.requires_grad_() for name, weight in weights_far_from_the_initial_ones().items()}
-    expected = torch.stack([reference(row.tolist(), weights) for row in INPUTS])
+    expected = torch.stack([reference(row.tolist(), weights, window) for row in INPUTS])
     probabilities = expected.exp() / expected.exp().sum(-1, keepdim=True)
     expected_loss = -sum(
         probabilities[b, t, TARGETS[b, t]].log() for b in range(len(TARGETS)) for t in range(TARGETS.shape[1])
     )
     expected_loss.backward()
 
-    model = whole_model(CFG, dtype=dtype)
+    model = whole_model(dataclasses.replace(CFG, sliding_window=window), dtype=dtype)
     model.load_state_dict(weights)
     logits = model(INPUTS)
     loss = cross_entropy_sum(logits, TARGETS)

@@ -74,3 +74,34 @@ def test_any_split_computes_the_same(cut):
 def test_widths_that_cannot_be(head_dim, words):
     with pytest.raises(ConfigError, match=words):
         whole_model(ModelConfig(**SIZES, head_dim=head_dim))
+
+
+def test_a_window_that_holds_everything_changes_no_bit():
+    plain, wide = (whole_model(ModelConfig(**SIZES, sliding_window=window)) for window in (0, 6))
+    ids = torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(plain(ids), wide(ids))
+
+
+def test_what_lies_before_the_window_of_all_layers_is_not_seen():
+    narrow = whole_model(ModelConfig(**SIZES, sliding_window=2)).requires_grad_(False)
+    ids = torch.randint(19, (1, 12), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[0, 3] = (ids[0, 3] + 1) % 19
+    changed = (narrow(ids) != narrow(other)).any(-1)[0].tolist()
+    # Each of the four layers reaches back by one position.
+    assert changed == [False] * 3 + [True] * 5 + [False] * 4
+
+
+def test_a_window_is_split_into_stages_like_anything_else():
+    cfg = ModelConfig(**SIZES, sliding_window=3)
+    ids = torch.randint(19, (2, 9), generator=torch.Generator().manual_seed(1))
+    first = build_stage(cfg, range(2), embed=True, head=False)
+    last = build_stage(cfg, range(2, 4), embed=False, head=True)
+    assert torch.equal(last(first(ids)), whole_model(cfg)(ids))
+
+
+def test_a_negative_window_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"model\.sliding_window is -1\. Allowed: whole numbers from 1, or 0 for none"
+    ):
+        whole_model(ModelConfig(**SIZES, sliding_window=-1))
