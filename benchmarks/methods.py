@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from slipstream.report.cells import cells_of
-from slipstream.report.curves import SMOOTHING, thinned
 from slipstream.report.grid import ALL, NONE
 from slipstream.report.grid_file import load_grid
+from slipstream.report.lines import thinned
 from slipstream.report.results import read_results
-from slipstream.report.statistics import smoothed
+from slipstream.report.statistics import smoothed_run
 from slipstream.report.svg import Canvas, Scale, draw_axes, padded, tick_format
 from slipstream.report.table import TableRow, at_equal_lr, figure, signed
 from slipstream.train.metrics import quantity
@@ -157,8 +155,7 @@ def picture(title: str, lines: Sequence[Line], rows: Mapping[Line, TableRow]) ->
     """
     found = [(line, rows[line._replace(label="")]) for line in lines]
     curves = [row.result.mean_losses for _, row in found]
-    span = max(round(SMOOTHING * max(map(len, curves))), 2)
-    soft = [np.array(smoothed(curve.tolist(), span=span)) if len(curve) else curve for curve in curves]
+    soft = [smoothed_run(curve) for curve in curves]
     low, high = padded([value for curve in soft for value in curve[len(curve) // 6 :]])
     tokens = max(row.result.tokens_per_step * len(curve) for (_, row), curve in zip(found, curves, strict=True))
     canvas = Canvas(LEGEND_TOP + LINE * len(found), label=title, width=WIDTH)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from slipstream.report.cells import Arm
 from slipstream.report.figures import Chart, Palette, Section, arm_text
 from slipstream.report.grid import ALL, NONE
-from slipstream.report.svg import WIDTH, Canvas, Scale, draw_whisker, padded, tick_format
+from slipstream.report.svg import WIDTH, Canvas, Scale, draw_across, draw_whisker, padded
 from slipstream.report.table import TableRow, by_rule, has_delays, signed
 
 
@@ -61,12 +61,7 @@ def _bars(
     canvas = Canvas(top + row_height * len(rows) + 38, label=f"{name}: gap to synchronous training")
     x = Scale(low=low, high=high, start=8, end=WIDTH - 12)
     bottom = top + row_height * len(rows)
-    ticks = x.ticks(4)
-    for value in ticks:
-        canvas.line([(x(value), top), (x(value), bottom)], "zero" if value == 0 else "rule")
-        text = format(value, tick_format(ticks)).replace("-", "\N{MINUS SIGN}")
-        canvas.text((x(value), bottom + 16), text, anchor="middle")
-    canvas.text((WIDTH / 2, bottom + 33), "nats per token above synchronous", "name", anchor="middle")
+    draw_across(canvas, x, top=top, bottom=bottom, label="nats per token above synchronous")
     for index, row in enumerate(rows):
         gap = row.gap
         assert gap is not None

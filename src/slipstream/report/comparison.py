@@ -9,6 +9,7 @@ from slipstream.report.cells import Arm, Cell, repeats
 from slipstream.report.columns import aligned, markdown
 from slipstream.report.grid import Grid
 from slipstream.report.results import ArmResult, CellResult, failures, read_results
+from slipstream.report.statistics import SPIKE_TEXT
 from slipstream.report.table import TableRow, at_equal_lr, best_against_best
 from slipstream.report.verdict import rule_verdicts, rules_sentence
 
@@ -93,7 +94,7 @@ _NOTES = (
     "Validation loss in nats per token, on the published weights x. Gaps are differences to plain synchronous training "
     "of the same rule, paired by seed; ± is half of the 95 % interval by Student's t. The share of the gap closed is "
     "1 - gap / gap of plain delay, with Fieller's 95 % interval; it is left out where the gap itself cannot be told "
-    "from 0. A spike is a training loss more than 6 standard deviations above the mean of the 128 steps before it."
+    f"from 0. A spike is a training loss {SPIKE_TEXT}."
 )
 
 _WORKER_NOTES = (

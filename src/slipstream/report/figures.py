@@ -3,11 +3,16 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from slipstream.report.cells import Arm
 from slipstream.report.grid import ALL, NONE
 
 NUM_COLOURS = 8
 """Of the page's palette, without the one of what is synchronous."""
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Places on the axis across, and figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,8 @@ class Section:
     charts: Sequence[Chart]
     has_smoothing: bool = False
     """Whether its curves are there twice, raw and smoothed."""
+    in_pairs: bool = False
+    """Whether each two pictures belong beside each other."""
 
 
 class Palette:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from string import Template
 
 from slipstream.report.figures import Chart, DataTable, Section
+from slipstream.train.metrics import quantity
 
 escape = html.escape
 
@@ -54,16 +55,16 @@ def page(
 def part(title: str, content: str, *, text: str = "", beside: str = "", css: str = "") -> str:
     """Return a part of a page: a heading, a sentence, and HTML below it."""
     below = f'<p class="section-text">{escape(text)}</p>' if text else ""
-    named = f' class="{css}"' if css else ""
-    return f'<section{named}><div class="head"><h2>{escape(title)}</h2>{beside}</div>{below}{content}</section>'
+    return f'<section{_class(css)}><div class="head"><h2>{escape(title)}</h2>{beside}</div>{below}{content}</section>'
 
 
 def section_html(section: Section) -> str:
     """Return pictures that belong together."""
     charts = "".join(map(figure_html, section.charts))
+    css = "pairs" if section.in_pairs and len(section.charts) > 1 else f"n{len(section.charts)}"
     return part(
         section.title,
-        f'<div class="charts n{len(section.charts)}">{charts}</div>',
+        f'<div class="charts {css}">{charts}</div>',
         text=section.text,
         beside=_TOGGLE if section.has_smoothing else "",
     )
@@ -90,13 +91,60 @@ def figure_html(chart: Chart) -> str:
 
 def data_table(table: DataTable) -> str:
     """Return a table whose first column names its rows and stays in sight."""
-    head = "".join(_cell("th", text, name=not index) for index, text in enumerate(table.head))
-    rows = "".join(
-        f"<tr>{''.join(_cell('td', text, name=not index) for index, text in enumerate(row))}</tr>" for row in table.rows
+    return table_html(_named(table.head), (("", _named(row)) for row in table.rows))
+
+
+def _named(texts: Sequence[str]) -> list[tuple[str, str]]:
+    return [("" if index else "name", text) for index, text in enumerate(texts)]
+
+
+def table_html(head: Sequence[tuple[str, str]], rows: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> str:
+    """Return a table that is scrolled where it is wider than the page.
+
+    Args:
+        head: Class and text of each column's name.
+        rows: Class of each row, and class and text of its cells.
+    """
+    names = "".join(f"<th{_class(css)}>{escape(text)}</th>" for css, text in head)
+    body = "".join(
+        f"<tr{_class(css)}>{''.join(f'<td{_class(each)}>{escape(text)}</td>' for each, text in cells)}</tr>"
+        for css, cells in rows
     )
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _cell(tag: str, text: str, *, name: bool) -> str:
-    css = ' class="name"' if name else ""
-    return f"<{tag}{css}>{escape(text)}</{tag}>"
+def card(
+    title: str,
+    *,
+    figure: str = "",
+    unit: str = "",
+    what: str = "",
+    more: str = "",
+    rest: Iterable[str] = (),
+    css: str = "",
+) -> str:
+    """Return figures at a glance.
+
+    Args:
+        title: Whose they are.
+        figure: The large one; empty: there is none.
+        unit: Beside it.
+        what: What it is of.
+        more: HTML below.
+        rest: Lines at the end.
+        css: Classes.
+    """
+    big = f'<div class="big">{escape(figure)} <small>{escape(unit)}</small></div>' if figure else ""
+    said = f'<div class="what">{escape(what)}</div>' if what else ""
+    lines = "".join(f'<div class="rest">{escape(line)}</div>' for line in rest)
+    return f'<article class="{f"card {css}".strip()}"><h3>{escape(title)}</h3>{big}{said}{more}{lines}</article>'
+
+
+def span(values: Iterable[float]) -> str:
+    """Return the smallest and the largest quantity, or the one there is."""
+    values = sorted(values)
+    return "\N{EN DASH}".join(dict.fromkeys((quantity(values[0]), quantity(values[-1]))))
+
+
+def _class(css: str) -> str:
+    return f' class="{css}"' if css else ""

@@ -11,7 +11,8 @@ from slipstream.report.charts import sections
 from slipstream.report.columns import TEXT_COLUMNS, table_columns
 from slipstream.report.comparison import Comparison
 from slipstream.report.grid import NONE
-from slipstream.report.page import escape, page, part, section_html
+from slipstream.report.page import card, escape, page, part, section_html, span, table_html
+from slipstream.report.statistics import SMOOTHING, SPIKE_TEXT
 from slipstream.report.table import TableRow, figure, percent, signed
 from slipstream.report.verdict import RuleVerdict, cause, rule_verdicts
 from slipstream.train.metrics import duration, quantity
@@ -61,12 +62,12 @@ def _facts(comparison: Comparison, config: Config | None) -> list[tuple[str, str
     seconds = sum(each.training_s for each in runs.values())
     facts = [(str(len(runs)), "runs"), (str(len(comparison.grid.seeds)), "seeds")]
     if config is not None:
-        steps = sorted({result.cells[0].cell.config.train.num_steps for result in comparison.results})
-        tokens = sorted({each.cell.config.batch_tokens * each.cell.config.train.num_steps for each in runs.values()})
+        steps = {result.cells[0].cell.config.train.num_steps for result in comparison.results}
+        tokens = {each.cell.config.batch_tokens * each.cell.config.train.num_steps for each in runs.values()}
         facts = [
             (quantity(num_parameters(config.model)), "parameters"),
-            (_span(steps), "steps"),
-            (_span(tokens), "tokens a run"),
+            (span(steps), "steps"),
+            (span(tokens), "tokens a run"),
             *facts,
         ]
     has_workers = any(each.workers is not None for each in runs.values())
@@ -74,31 +75,25 @@ def _facts(comparison: Comparison, config: Config | None) -> list[tuple[str, str
     return facts
 
 
-def _span(values: Sequence[int]) -> str:
-    """Return one number, or the smallest and the largest."""
-    ends = dict.fromkeys((quantity(values[0]), quantity(values[-1])))
-    return "-".join(ends)
-
-
 def _card(verdict: RuleVerdict) -> str:
     """Return a rule's figures: what the delay costs, and how much of it the best remedy closes."""
     plain, remedy = verdict.plain, verdict.remedy
-    parts = [f'<article class="card"><h3>{escape(verdict.name)}</h3>']
     if plain.gap is None:
-        return "".join([*parts, f'<p class="rest">{escape(verdict.sentence)}</p></article>'])
+        return card(verdict.name, rest=[verdict.sentence])
     number, _, half = signed(plain.gap).partition(" ")
-    parts.append(f'<div class="big">{escape(number)} <small>{escape(half)}</small></div>')
-    parts.append(f'<div class="what">nats per token from {escape(cause(plain.arm))}</div>')
     is_gap = plain.gap.excludes_zero and plain.gap.mean > 0
-    if remedy is not None and remedy.closed is not None and is_gap:
+    more = "" if is_gap else '<div class="cure">not to be told from 0 with these seeds</div>'
+    if is_gap and remedy is not None and remedy.closed is not None:
         name = escape(remedy.arm.remedy)
-        parts.append(f'<div class="cure"><b>{name}</b> closes {escape(percent(remedy.closed))}</div>')
-        parts.append(_meter(remedy))
-    elif not is_gap:
-        parts.append('<div class="cure">not to be told from 0 with these seeds</div>')
-    if remedy is not None and remedy.gap is not None:
-        parts.append(_left(verdict, remedy))
-    return "".join([*parts, "</article>"])
+        more = f'<div class="cure"><b>{name}</b> closes {escape(percent(remedy.closed))}</div>{_meter(remedy)}'
+    return card(
+        verdict.name,
+        figure=number,
+        unit=half,
+        what=f"nats per token from {cause(plain.arm)}",
+        more=more,
+        rest=_left(verdict, remedy) if remedy is not None and remedy.gap is not None else (),
+    )
 
 
 def _meter(row: TableRow) -> str:
@@ -110,12 +105,12 @@ def _meter(row: TableRow) -> str:
     return f'<div class="meter"><i style="width:{ends[0]:.1f}%"></i>{interval}</div>'
 
 
-def _left(verdict: RuleVerdict, remedy: TableRow) -> str:
+def _left(verdict: RuleVerdict, remedy: TableRow) -> list[str]:
     """Return what is left of the gap, to plain synchronous training and to the best there is."""
     lines = [f"left: {signed(remedy.gap)} of {figure(verdict.sync.val_loss)}"]
     if remedy.best_sync is not None and remedy.best_sync.remedy != NONE:
         lines.append(f"{signed(remedy.gap_to_best)} against {remedy.best_sync.remedy} without delay")
-    return "".join(f'<div class="rest">{escape(line)}</div>' for line in lines)
+    return lines
 
 
 def _tables(comparison: Comparison) -> str:
@@ -135,24 +130,19 @@ _TABLE_TEXT = (
 
 def _table(rows: Sequence[TableRow]) -> str:
     columns = table_columns(rows)
-    head = "".join(f'<th class="name">{name}</th>' if name in TEXT_COLUMNS else f"<th>{name}</th>" for name in columns)
+    head = [("name" if name in TEXT_COLUMNS else "", name) for name in columns]
     body = []
     for index, row in enumerate(rows):
         is_first = index == 0 or rows[index - 1].arm.rule != row.arm.rule
         css = " ".join(["first"] * is_first + ["sync-row"] * row.arm.is_plain_synchronous)
-        cells = "".join(_data_cell(name, column[index]) for name, column in columns.items())
-        body.append(f'<tr class="{css}">{cells}</tr>')
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+        body.append((css, [(_css(name, column[index]), column[index]) for name, column in columns.items()]))
+    return table_html(head, body)
 
 
-def _data_cell(name: str, text: str) -> str:
-    css = "name" if name in TEXT_COLUMNS else ""
+def _css(name: str, text: str) -> str:
     if name in ("diverged", "crashed") and text:
-        css = "bad"
-    return f'<td class="{css}">{escape(text)}</td>'
+        return "bad"
+    return "name" if name in TEXT_COLUMNS else ""
 
 
 def _failures(comparison: Comparison) -> str:
@@ -193,8 +183,8 @@ _METHOD = (
     "Intervals of means are 95 % confidence intervals by Student's t. The share of the gap closed is one minus the "
     "ratio of two paired mean gaps, with Fieller's interval, which is exact for normal differences at any number of "
     "seeds; it is left out where the gap itself cannot be told from 0.",
-    "A spike is a training loss more than 6 standard deviations above the mean of the 128 steps before it. Smoothed "
-    "curves are exponential moving averages with a span of 5 % of the run.",
+    f"A spike is a training loss {SPIKE_TEXT}. Smoothed curves are exponential moving averages with a span of "
+    f"{100 * SMOOTHING:g} % of the run.",
 )
 
 

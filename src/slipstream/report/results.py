@@ -147,7 +147,7 @@ def _read(cell: Cell, path: Path) -> CellResult:
         losses=losses,
         spikes=spikes(losses.tolist()),
         training_s=sum(row["step_s"] for row in rows),
-        workers=run_of_workers(outcome.summary, rows) if is_finished else None,
+        workers=run_of_workers(cell.config, outcome.summary, rows) if is_finished else None,
     )
 
 

@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from slipstream.report.figures import Chart, Section
-from slipstream.report.run_lines import STEPS, TOKENS, Axis, Line, Mark, colour, line_chart, time_axis
+from slipstream.report.figures import Chart, Curve, Section
+from slipstream.report.lines import STEPS, TOKENS, Axis, Line, Mark, line_chart, time_axis
 from slipstream.report.run_staleness import staleness_section
-from slipstream.report.runs import Curve, Run, counted, every, finite
-from slipstream.report.statistics import SPIKE_SIGMAS, SPIKE_WINDOW, spikes
+from slipstream.report.runs import Run, colour, counted, every, finite
+from slipstream.report.statistics import SPIKE_TEXT, spikes
+from slipstream.report.worker_charts import Shown, gain_section, rate_section, worker_section, worker_sentence
+from slipstream.report.workers import RATE_FACTOR, group_figures, rate_factors
 
 MAX_METHOD_CHARTS = 12
 """Of what methods tell of themselves."""
@@ -24,6 +26,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         _gradient_section(runs),
         _router_section(runs),
         _method_section(runs),
+        *_worker_sections(runs),
     ]
     return [section for section in found if section.charts]
 
@@ -112,7 +115,7 @@ def _speed_section(runs: Sequence[Run]) -> Section:
             for run, curve in rates
         ]
         charts.append(
-            line_chart("Throughput", lines, across=STEPS, up="tokens a second", from_zero=True, clip="clip-rate")
+            line_chart("Throughput", lines, across=STEPS, up="tokens a second", include=[0.0], clip="clip-rate")
         )
     charts += _step_chart(runs, "Idle time", "bubble_fraction", up="share of ranks' time", unless=0.0)
     charts += _step_chart(runs, "Time waiting for data", "data_fraction", up="share of the step", unless=0.02)
@@ -124,9 +127,7 @@ def _speed_section(runs: Sequence[Run]) -> Section:
     )
 
 
-def _step_chart(
-    runs: Sequence[Run], title: str, key: str, *, up: str, unless: float | None = None, from_zero: bool = True
-) -> list[Chart]:
+def _step_chart(runs: Sequence[Run], title: str, key: str, *, up: str, unless: float | None = None) -> list[Chart]:
     """Return a figure of the rows against steps, where it is ever above a bound."""
     found = every(runs, lambda run: (run.figures("step"), run.figures(key)))
     if not found or (unless is not None and all(float(np.median(curve[1])) <= unless for _, curve in found)):
@@ -135,7 +136,7 @@ def _step_chart(
         Line(label=run.name, css=colour(runs, run), curve=curve, figure=f"{float(np.median(curve[1])):.3g}")
         for run, curve in found
     ]
-    return [line_chart(title, lines, across=STEPS, up=up, from_zero=from_zero, clip=f"clip-{key}")]
+    return [line_chart(title, lines, across=STEPS, up=up, include=[0.0], clip=f"clip-{key}")]
 
 
 def _gradient_section(runs: Sequence[Run]) -> Section:
@@ -152,7 +153,7 @@ def _gradient_section(runs: Sequence[Run]) -> Section:
             lines,
             across=STEPS,
             up="norm before clipping",
-            from_zero=True,
+            include=[0.0],
             marks=marks,
             clip="clip-norm",
         )
@@ -160,8 +161,7 @@ def _gradient_section(runs: Sequence[Run]) -> Section:
     charts += _step_chart(runs, "Learning rate", "lr", up="rate of the update")
     return Section(
         title="Stability",
-        text=f"Rings mark spikes: a gradient norm or a loss more than {SPIKE_SIGMAS:g} standard deviations above the "
-        f"mean of the {SPIKE_WINDOW} steps before it. Point at one for its staleness.",
+        text=f"Rings mark spikes: a gradient norm or a loss {SPIKE_TEXT}. Point at one for its staleness.",
         charts=charts,
     )
 
@@ -214,13 +214,26 @@ def _router_section(runs: Sequence[Run]) -> Section:
 
 def _method_section(runs: Sequence[Run]) -> Section:
     keys = dict.fromkeys(key for run in runs for key in run.keys("method_metrics"))
-    charts = [chart for key in keys for chart in _nested_chart(runs, "method_metrics", key, title=key, up="value")]
+    shown = [key for key in keys if key != RATE_FACTOR]  # it has a section of its own
+    charts = [chart for key in shown for chart in _nested_chart(runs, "method_metrics", key, title=key, up="value")]
     left_out = f" The first {MAX_METHOD_CHARTS} of {len(charts)}." if len(charts) > MAX_METHOD_CHARTS else ""
     return Section(
         title="Methods against staleness",
         text="What corrections, discounts and error feedback that finds its coefficient tell of themselves." + left_out,
         charts=charts[:MAX_METHOD_CHARTS],
     )
+
+
+def _worker_sections(runs: Sequence[Run]) -> list[Section]:
+    """Return what workers did, and what their remedies found; those a run without workers may have, too."""
+    shown = [Shown(run.name, colour(runs, run), run.workers) for run in runs if run.workers is not None]
+    rates = [(run.name, colour(runs, run), rate_factors(run.rows)) for run in runs]
+    return [
+        # Of a lone run the report begins with that sentence.
+        worker_section(shown, said=worker_sentence([each.run for each in shown]) if len(runs) > 1 else ""),
+        gain_section((run.name, colour(runs, run), group_figures(run.rows)) for run in runs),
+        rate_section({"Factor": rates}),
+    ]
 
 
 def _nested_chart(runs: Sequence[Run], table: str, key: str, *, title: str, up: str) -> list[Chart]:

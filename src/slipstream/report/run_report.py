@@ -9,14 +9,12 @@ from typing import Any
 from slipstream.config import Config, to_dict, to_toml
 from slipstream.errors import ConfigError
 from slipstream.models.shapes import num_parameters
-from slipstream.report.figures import DataTable, Section
-from slipstream.report.page import GENERATOR, data_table, escape, page, part, section_html
+from slipstream.report.figures import DataTable
+from slipstream.report.page import GENERATOR, card, data_table, escape, page, part, section_html, span
 from slipstream.report.run_charts import run_sections
-from slipstream.report.run_lines import colour
 from slipstream.report.run_timeline import timeline_svg
 from slipstream.report.run_verdict import final_loss, totals, verdict
-from slipstream.report.run_workers import worker_chart
-from slipstream.report.runs import Run, open_runs
+from slipstream.report.runs import Run, colour, open_runs
 from slipstream.train.metrics import duration, quantity
 
 MAX_RUNS = 16
@@ -74,12 +72,6 @@ def render_runs(runs: Sequence[Run]) -> str:
     Args:
         runs: With at least one step each.
     """
-    charts = [chart for run in runs if (chart := worker_chart(run, colour(runs, run))) is not None]
-    workers = Section(
-        title="Workers",
-        text="What each worker did of the whole; a line marks its share by speed alone.",
-        charts=charts,
-    )
     timeline = timeline_svg(runs)
     return page(
         kicker="Slipstream run" if len(runs) == 1 else "Slipstream runs",
@@ -91,7 +83,6 @@ def render_runs(runs: Sequence[Run]) -> str:
         body=[
             *map(section_html, run_sections(runs)),
             _timeline(timeline) if timeline else "",
-            section_html(workers) if charts else "",
             part("Figures", data_table(_figures_table(runs))),
             _settings(runs),
         ],
@@ -118,10 +109,6 @@ def _kind(config: Config) -> str:
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Return what was trained, as numbers with units; of several runs the smallest and the largest."""
-
-    def span(values: Sequence[float]) -> str:
-        return "\N{EN DASH}".join(dict.fromkeys((quantity(min(values)), quantity(max(values)))))
-
     sizes = [num_parameters(run.config.model) for run in runs if run.units == "tokens"]
     facts = [
         *([(span(sizes), "parameters")] if sizes else []),
@@ -136,19 +123,20 @@ def _card(run: Run, css: str) -> str:
     """Return a run's figures at a glance."""
     loss, total = final_loss(run), totals(run)
     unit = "nats per token" if run.units == "tokens" else "a unit"
-    big = f"{loss:.3f} <small>{unit}, validation</small>" if loss is not None else ""
-    if loss is None:
-        big = f"{float(run.figures('loss')[-1]):.3f} <small>{unit}, training</small>"
-    state = "" if run.state == "finished" else f'<div class="cure">{escape(run.state)}</div>'
+    value, kind = (float(run.figures("loss")[-1]), "training") if loss is None else (loss, "validation")
     lines = [
         f"{total.tokens_per_s:,.0f} tokens a second",
         f"{total.bubble_fraction:.1%} idle, staleness {total.staleness_mean:.2f} / {total.staleness_max}",
         f"{duration(float(run.seconds[-1]))}, {quantity(float(run.tokens[-1]))} tokens",
     ]
-    rest = "".join(f'<div class="rest">{escape(line)}</div>' for line in lines)
-    return (
-        f'<article class="card run {css}"><h3>{escape(run.name)}</h3><div class="big">{big}</div>'
-        f'<div class="what">{escape(_kind(run.config))}</div>{state}{rest}</article>'
+    return card(
+        run.name,
+        figure=f"{value:.3f}",
+        unit=f"{unit}, {kind}",
+        what=_kind(run.config),
+        more="" if run.state == "finished" else f'<div class="cure">{escape(run.state)}</div>',
+        rest=lines,
+        css=f"run {css}",
     )
 
 

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from slipstream.report.figures import Chart, DataTable, LegendEntry, Section
-from slipstream.report.run_lines import STEPS, Line, colour, line_chart
-from slipstream.report.runs import Run, every
+from slipstream.report.histograms import bar_names, capped, from_json, mean
+from slipstream.report.lines import STEPS, Line, line_chart
+from slipstream.report.runs import Run, colour, every
 from slipstream.report.svg import WIDTH, Canvas, Scale, draw_axes, tick_format
-
-MAX_BARS = 16
-"""Values of staleness with a bar of their own; larger ones share the last."""
 
 
 def staleness_section(runs: Sequence[Run]) -> Section:
@@ -23,7 +21,7 @@ def staleness_section(runs: Sequence[Run]) -> Section:
             for run, curve in courses
         ]
         up = "updates, mean of the step"
-        charts.append(line_chart("Course", lines, across=STEPS, up=up, from_zero=True, clip="clip-staleness"))
+        charts.append(line_chart("Course", lines, across=STEPS, up=up, include=[0.0], clip="clip-staleness"))
     return Section(
         title="Staleness",
         text="Updates between the weights that a gradient was computed on and those it was applied to: of every "
@@ -36,18 +34,15 @@ def staleness_counts(run: Run) -> dict[int, int]:
     """Return how often each staleness occurred: of gradients where the run counted them, otherwise of steps."""
     counted = run.summary.get("staleness_histogram")
     if isinstance(counted, Mapping):
-        return {int(value): int(count) for value, count in counted.items()}
+        return from_json(counted)
     values, counts = np.unique([int(row["staleness_max"]) for row in run.rows], return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def _histogram(runs: Sequence[Run]) -> Chart:
     counted = {run.name: staleness_counts(run) for run in runs}
-    most = max(value for counts in counted.values() for value in counts)
-    shown = min(most, MAX_BARS)
-    names = [str(value) for value in range(shown + 1)]
-    if most > MAX_BARS:
-        names[-1] += "+"
+    names = bar_names(max(value for counts in counted.values() for value in counts))
+    shown = len(names) - 1
     shares = {name: _shares(counts, shown) for name, counts in counted.items()}
     canvas = Canvas(270, label=f"Histogram of staleness of {', '.join(counted)}")
     x = Scale(low=-0.5, high=shown + 0.5, start=46, end=WIDTH - 12)
@@ -70,7 +65,7 @@ def _histogram(runs: Sequence[Run]) -> Chart:
             title = f"{run.name}: {share:.1%} with a staleness of {names[value]}"
             canvas.bar(left + 0.5, y(share), width - 1, y(0) - y(share), f"fill {colour(runs, run)}", title=title)
     legend = [
-        LegendEntry(css=colour(runs, run), label=run.name, figure=f"mean {_mean(counted[run.name]):.2f}")
+        LegendEntry(css=colour(runs, run), label=run.name, figure=f"mean {mean(counted[run.name]) or 0.0:.2f}")
         for run in runs
     ]
     rows = [[names[value], *(f"{shares[run.name][value]:.1%}" for run in runs)] for value in range(shown + 1)]
@@ -81,9 +76,4 @@ def _histogram(runs: Sequence[Run]) -> Chart:
 
 def _shares(counts: Mapping[int, int], shown: int) -> list[float]:
     total = max(sum(counts.values()), 1)
-    shares = [counts.get(value, 0) / total for value in range(shown)]
-    return [*shares, sum(count for value, count in counts.items() if value >= shown) / total]
-
-
-def _mean(counts: Mapping[int, int]) -> float:
-    return sum(value * count for value, count in counts.items()) / max(sum(counts.values()), 1)
+    return [count / total for count in capped(counts, shown)]

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from slipstream.report.curves import SMOOTHING
 from slipstream.report.run_charts import spike_steps
-from slipstream.report.run_workers import worker_sentence
 from slipstream.report.runs import Row, Run, counted
-from slipstream.report.statistics import smoothed
+from slipstream.report.statistics import smoothed_run
+from slipstream.report.worker_charts import worker_sentence
 from slipstream.train.metrics import Totals, duration, quantity
 
 NEAR = 1e-3
@@ -61,8 +60,8 @@ def _one(run: Run) -> Iterator[str]:
         f"{total.tokens_per_s:,.0f} tokens a second; ranks idle {total.bubble_fraction:.1%} of the time; gradients "
         f"{total.staleness_mean:.2f} updates stale in the mean, {total.staleness_max} at most."
     )
-    if workers := worker_sentence(run):
-        yield workers
+    if run.workers is not None:
+        yield worker_sentence([run.workers])
     yield _troubles(run, "")
 
 
@@ -100,7 +99,7 @@ def _time_to_loss(runs: Sequence[Run]) -> Iterator[str]:
     """Say how long each took to the lowest smoothed training loss that all have reached."""
     if not _is_same_data(runs) or len({run.is_virtual for run in runs}) > 1:
         return
-    curves = {run.name: np.minimum.accumulate(_smooth(run)) for run in runs}
+    curves = {run.name: np.minimum.accumulate(smoothed_run(run.figures("loss"))) for run in runs}
     target = max(float(curve[-1]) for curve in curves.values())
     reached = []
     for run in runs:
@@ -112,11 +111,6 @@ def _time_to_loss(runs: Sequence[Run]) -> Iterator[str]:
     gain = f", {slowest[0] / reached[0][0]:.2f} times as fast as {slowest[2]}" if reached[0][0] > 0 else ""
     first = reached[0][2]
     yield f"To a training loss of {target:.3f}, which all reach, it takes {times}: {first} is there first{gain}."
-
-
-def _smooth(run: Run) -> np.ndarray:
-    losses = run.figures("loss")
-    return np.array(smoothed(losses.tolist(), span=max(round(SMOOTHING * len(losses)), 2)))
 
 
 def _span(seconds: float) -> str:

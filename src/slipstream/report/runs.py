@@ -12,14 +12,13 @@ import numpy as np
 
 from slipstream.config import Config, load_toml
 from slipstream.errors import ConfigError
+from slipstream.report.figures import NUM_COLOURS, Curve
+from slipstream.report.workers import RunOfWorkers, run_of_workers
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import standing
 
 Row = Mapping[str, Any]
-
-Curve = tuple[np.ndarray, np.ndarray]
-"""Places on the axis across, and figures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +54,11 @@ class Run:
     def seconds(self) -> np.ndarray:
         """Seconds of training up to each row, without evaluations, by the run's own clock."""
         return np.cumsum([row["step_s"] for row in self.rows])
+
+    @cached_property
+    def workers(self) -> RunOfWorkers | None:
+        """What asynchronous workers did; ``None``: there are none, or they have not told yet."""
+        return run_of_workers(self.config, self.summary, self.rows)
 
     @property
     def units(self) -> str:
@@ -166,6 +170,13 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
+def colour(runs: Sequence[Run], run: Run) -> str:
+    """Return the class of a run's colour: the same in all pictures."""
+    index = runs.index(run)
+    # Blue first: alone, red would look like a warning.
+    return f"c{(index + 1) % NUM_COLOURS}{' again' if index >= NUM_COLOURS else ''}"
+
+
 def finite(curve: Curve) -> Curve:
     """Return a curve without what is not a number: a skipped update has no gradient norm."""
     across, values = curve
@@ -186,4 +197,4 @@ def counted(number: int, what: str) -> str:
         >>> counted(1, "spike"), counted(0, "spike")
         ('1 spike', '0 spikes')
     """
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

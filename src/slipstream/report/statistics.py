@@ -20,6 +20,12 @@ SPIKE_WINDOW = 128
 SPIKE_SIGMAS = 6.0
 """Standard deviations above their mean from which on a loss is a spike."""
 
+SPIKE_TEXT = f"more than {SPIKE_SIGMAS:g} standard deviations above the mean of the {SPIKE_WINDOW} steps before it"
+"""What a spike is, in words."""
+
+SMOOTHING = 0.05
+"""Span of the smoothing of curves, as a share of the run."""
+
 BySeed = Mapping[int, float]
 """A figure of each seed's run."""
 
@@ -196,6 +202,11 @@ def spikes(losses: Sequence[float], *, window: int = SPIKE_WINDOW, sigmas: float
     is_spike = curve[window:] > before.mean(axis=1) + sigmas * before.std(axis=1, ddof=1)
     begins = is_spike & ~np.concatenate(([False], is_spike[:-1]))
     return [int(position) + window + 1 for position in np.flatnonzero(begins)]
+
+
+def smoothed_run(values: np.ndarray) -> np.ndarray:
+    """Return a run's curve as pictures and sentences smooth it."""
+    return np.array(smoothed(values.tolist(), span=max(round(SMOOTHING * len(values)), 2)))
 
 
 def smoothed(values: Sequence[float], *, span: int) -> list[float]:

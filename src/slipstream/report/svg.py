@@ -169,6 +169,24 @@ def draw_axes(
     canvas.text((11, (y.start + y.end) / 2), y_label, "name", anchor="middle", turned=True)
 
 
+def draw_across(canvas: Canvas, x: Scale, *, top: float, bottom: float, label: str) -> None:
+    """Draw grid lines, figures and name of the axis below lying bars.
+
+    Args:
+        canvas: Where to.
+        x: Across.
+        top: Of the grid lines.
+        bottom: The same.
+        label: Name and unit.
+    """
+    ticks = x.ticks(4)
+    for value in ticks:
+        canvas.line([(x(value), top), (x(value), bottom)], "zero" if value == 0 else "rule")
+        text = format(value, tick_format(ticks)).replace("-", "\N{MINUS SIGN}")
+        canvas.text((x(value), bottom + 16), text, anchor="middle")
+    canvas.text((canvas.width / 2, bottom + 33), label, "name", anchor="middle")
+
+
 def draw_whisker(canvas: Canvas, low: Point, high: Point, css: str, *, cap: float = 3.5) -> None:
     """Draw an interval with caps, upright or lying."""
     canvas.line([low, high], css)

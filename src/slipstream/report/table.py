@@ -81,11 +81,9 @@ class TableRow:
     @property
     def staleness(self) -> dict[str, float]:
         """Mean and largest staleness of asynchronous workers, over the seeds; empty of others."""
-        runs = self.result.workers
-        if not runs:
-            return {}
-        mean_staleness = sum(run.staleness_mean for run in runs) / len(runs)
-        return {"staleness_mean": mean_staleness, "staleness_max": max(run.staleness_max for run in runs)}
+        means = [run.staleness_mean for run in self.result.workers if run.staleness_mean is not None]
+        largest = [run.staleness_max for run in self.result.workers if run.staleness_max is not None]
+        return {"staleness_mean": sum(means) / len(means), "staleness_max": max(largest)} if means and largest else {}
 
 
 def _figures(name: str, estimate: Estimate | None) -> dict[str, Any]:

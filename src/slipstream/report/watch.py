@@ -18,6 +18,7 @@ from slipstream.config import Config, load_toml
 from slipstream.errors import ConfigError
 from slipstream.report.runs import counted
 from slipstream.report.watch_screen import screen
+from slipstream.report.workers import newest_figures
 from slipstream.train.metrics import log_line
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import standing
@@ -112,7 +113,7 @@ class View:
         usual = statistics.median(row["step_s"] for row in self.rows) if self.rows else 0.0
         if not self.has_ended and self.quiet_s > max(QUIET_S, 10 * usual):
             found.append(f"no step for {self.quiet_s:.0f}s")
-        workers: Mapping[str, Any] = next((row["workers"] for row in reversed(self.rows) if "workers" in row), {})
+        workers = newest_figures(self.rows)
         if not workers.get("ledger_balanced", True):
             found.append("the ledger of the data does not balance")
         if workers.get("restarts"):

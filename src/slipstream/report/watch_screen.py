@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.report.statistics import smoothed
+from slipstream.report.workers import newest_figures
 from slipstream.train.metrics import duration, quantity
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def sparkline(values: Sequence[float], *, width: int = 40, low: float | None = N
 
 def _workers(view: "View") -> RenderableType | None:
     """Return who did how much, as of the newest row that says so."""
-    found: Mapping[str, Any] = next((row["workers"] for row in reversed(view.rows) if "workers" in row), {})
+    found = newest_figures(view.rows)
     done: Mapping[str, int] = found.get("microbatches_by_worker", {})
     if not done:
         return None

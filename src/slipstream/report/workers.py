@@ -1,12 +1,18 @@
 """What asynchronous workers did in a run: their shares, how stale their gradients were, what the methods found.
 
-Read from a run directory alone, for the report of one run and for that of a comparison.
+Read from a run directory alone, finished or under way, for the report of runs and for that of a comparison.
 """
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from slipstream.config import Config
+from slipstream.report import histograms
+
+RATE_FACTOR = "aalr/factor"
+"""Among the metrics of methods, the async-aware factor on the learning rate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,15 +21,19 @@ class WorkerFigures:
 
     Attributes:
         number: Its number.
+        microbatches: Committed.
         share: Of all microbatches that were committed.
-        tokens_per_s: By the engine's clock; ``None`` where the run's time is not known.
-        histogram: Accepted gradients by staleness.
+        fair: Its speed over the sum of all speeds, where the run emulates speeds; otherwise ``None``.
+        tokens_per_s: By the run's clock; ``None`` where the run's time is not known.
+        histogram: Accepted gradients by staleness; empty where the run has not told yet.
     """
 
     number: int
+    microbatches: int
     share: float
+    fair: float | None
     tokens_per_s: float | None
-    histogram: Mapping[int, int]
+    histogram: histograms.Histogram
 
     @property
     def num_pushes(self) -> int:
@@ -31,14 +41,14 @@ class WorkerFigures:
         return sum(self.histogram.values())
 
     @property
-    def staleness_mean(self) -> float:
-        """Mean over its gradients; 0 of none."""
-        return sum(tau * count for tau, count in self.histogram.items()) / max(self.num_pushes, 1)
+    def staleness_mean(self) -> float | None:
+        """Mean over its gradients; ``None`` of none."""
+        return histograms.mean(self.histogram)
 
     @property
-    def staleness_max(self) -> int:
-        """Largest of its gradients; 0 of none."""
-        return max(self.histogram, default=0)
+    def staleness_max(self) -> int | None:
+        """Largest of its gradients; ``None`` of none."""
+        return max(self.histogram, default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,107 +78,124 @@ class RunOfWorkers:
 
     Attributes:
         workers: In the order of their numbers.
-        staleness_mean: Over all accepted gradients.
+        staleness_mean: Over all accepted gradients; ``None`` of this and the others: the run has not told yet.
         staleness_max: Largest.
         throughput_share: Tokens a second over the sum of the workers' own speeds.
         pushes_accepted: Gradients that counted.
-        pushes_rejected: That did not, by reason.
+        pushes_rejected: That did not.
         ledger_balanced: Whether all data handed out is in one of the ledger's accounts.
+        tokens_committed: Of data that was trained on.
         tokens_dropped: Of data that nobody could use.
+        restarts: Of workers that were lost.
         lr_factor: ``(step, factor)`` of the async-aware rate, where it was on.
         groups: Of the gradient compensator, where it was on.
-        probes: Metrics of same-batch probes by name, as means, where they were made.
     """
 
     workers: Sequence[WorkerFigures]
-    staleness_mean: float
-    staleness_max: int
+    staleness_mean: float | None
+    staleness_max: int | None
     throughput_share: float
-    pushes_accepted: int
-    pushes_rejected: Mapping[str, int]
+    pushes_accepted: int | None
+    pushes_rejected: int
     ledger_balanced: bool
+    tokens_committed: int | None
     tokens_dropped: int
+    restarts: int
     lr_factor: Sequence[tuple[int, float]]
     groups: Sequence[GroupFigures]
-    probes: Mapping[str, float]
 
 
-def run_of_workers(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> RunOfWorkers | None:
-    """Return what a run's files say of its workers; ``None`` where it had none.
+def run_of_workers(
+    config: Config, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> RunOfWorkers | None:
+    """Return what a run's files say of its workers; ``None`` where it had none, or has not told of them yet.
 
     Args:
-        summary: Content of ``summary.json``.
+        config: Its settings.
+        summary: Content of ``summary.json``; empty before the end of the run.
         rows: Of ``metrics.jsonl``.
     """
-    if "staleness_histogram_by_worker" not in summary:
+    found = summary if "microbatches_by_worker" in summary else newest_figures(rows)
+    if "microbatches_by_worker" not in found:
         return None
-    microbatches = {int(worker): count for worker, count in summary["microbatches_by_worker"].items()}
-    total, seconds = max(sum(microbatches.values()), 1), sum(row["step_s"] for row in rows)
-    tokens_per_s = summary["tokens_committed"] / seconds if seconds > 0 else None
-    workers = []
-    for number, histogram in sorted(
-        (int(key), value) for key, value in summary["staleness_histogram_by_worker"].items()
-    ):
-        share = microbatches.get(number, 0) / total
-        workers.append(
-            WorkerFigures(
-                number=number,
-                share=share,
-                tokens_per_s=None if tokens_per_s is None else share * tokens_per_s,
-                histogram={int(tau): count for tau, count in histogram.items()},
-            )
-        )
-    methods = [(row["step"], row["method_metrics"]) for row in rows if row.get("method_metrics")]
     return RunOfWorkers(
-        workers=workers,
-        staleness_mean=summary["staleness_mean"],
-        staleness_max=summary["staleness_max"],
-        throughput_share=summary["throughput_share"],
-        pushes_accepted=summary["pushes_accepted"],
-        pushes_rejected=summary.get("pushes_rejected_by_reason", {}),
-        ledger_balanced=summary["ledger_balanced"],
-        tokens_dropped=summary.get("tokens_dropped", 0),
-        lr_factor=[(step, found["aalr/factor"]) for step, found in methods if "aalr/factor" in found],
-        groups=_groups([found for _, found in methods]),
-        probes=_means({key: value for key, value in found.items() if key.startswith("probe/")} for _, found in methods),
+        workers=_workers(config, found, rows),
+        staleness_mean=found.get("staleness_mean"),
+        staleness_max=found.get("staleness_max"),
+        throughput_share=found["throughput_share"],
+        pushes_accepted=found.get("pushes_accepted"),
+        pushes_rejected=found["pushes_rejected"],
+        ledger_balanced=found["ledger_balanced"],
+        tokens_committed=found.get("tokens_committed"),
+        tokens_dropped=found.get("tokens_dropped", 0),
+        restarts=found.get("restarts", 0),
+        lr_factor=rate_factors(rows),
+        groups=group_figures(rows),
     )
 
 
-def _groups(found: Iterable[Mapping[str, float]]) -> list[GroupFigures]:
-    """Return the means of each group's metrics, over the rows in which it had begun."""
+def newest_figures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return what the newest row that tells of workers says of them; empty where none does."""
+    found: Mapping[str, Any] = next((row["workers"] for row in reversed(rows) if "workers" in row), {})
+    return found
+
+
+def _workers(config: Config, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[WorkerFigures]:
+    done = {int(worker): int(count) for worker, count in found["microbatches_by_worker"].items()}
+    stale: Mapping[str, Mapping[str, int]] = found.get("staleness_histogram_by_worker", {})
+    speeds = config.dataparallel.emulate_speeds
+    total, seconds = max(sum(done.values()), 1), sum(row["step_s"] for row in rows)
+    tokens = found.get("tokens_committed") or sum(row.get("num_tokens", 0) for row in rows)
+    return [
+        WorkerFigures(
+            number=worker,
+            microbatches=count,
+            share=count / total,
+            fair=speeds[worker] / sum(speeds) if worker < len(speeds) and len(done) == len(speeds) else None,
+            tokens_per_s=count / total * tokens / seconds if seconds > 0 and tokens else None,
+            histogram=histograms.from_json(stale.get(str(worker), {})),
+        )
+        for worker, count in sorted(done.items())
+    ]
+
+
+def rate_factors(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return ``(step, factor)`` of the async-aware rate, of the rows that tell it."""
+    return [(row["step"], metrics[RATE_FACTOR]) for row in rows if RATE_FACTOR in (metrics := _metrics(row))]
+
+
+def group_figures(rows: Sequence[Mapping[str, Any]]) -> list[GroupFigures]:
+    """Return the means of each group's metrics, over the rows in which its compensator had begun."""
     by_group: dict[str, list[dict[str, float]]] = {}
-    for metrics in found:
+    for row in rows:
         groups: dict[str, dict[str, float]] = {}
-        for key, value in metrics.items():
+        for key, value in _metrics(row).items():
             prefix, _, rest = key.partition("/")
             group, _, name = rest.rpartition("/")
             if prefix == "agc" and group:
                 groups.setdefault(group, {})[name] = value
-        for group, row in groups.items():
+        for group, figures in groups.items():
             by_group.setdefault(group, [])
-            if row.get("ramp", 0.0) > 0:
-                by_group[group].append(row)
+            if figures.get("ramp", 0.0) > 0:
+                by_group[group].append(figures)
     return [
         GroupFigures(
             group=group,
-            gain=_mean(rows, "gain"),
-            relative=_mean(rows, "relative_correction"),
-            curvature=_mean(rows, "curvature"),
-            cosine=_mean(rows, "cosine"),
-            raw=_mean(rows, "raw"),
+            gain=_mean(begun, "gain"),
+            relative=_mean(begun, "relative_correction"),
+            curvature=_mean(begun, "curvature"),
+            cosine=_mean(begun, "cosine"),
+            raw=_mean(begun, "raw"),
         )
-        for group, rows in by_group.items()
-        if rows
+        for group, begun in by_group.items()
+        if begun
     ]
+
+
+def _metrics(row: Mapping[str, Any]) -> Mapping[str, float]:
+    found: Mapping[str, float] = row.get("method_metrics") or {}
+    return found
 
 
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return statistics.fmean(row.get(name, 0.0) for row in rows)
-
-
-def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        for key, value in row.items():
-            values.setdefault(key, []).append(value)
-    return {key: statistics.fmean(each) for key, each in values.items()}

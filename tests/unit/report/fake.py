@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from tests.unit.report.fake_runs import remedy_metrics, worker_summary
 
 from slipstream.config import Config, from_dict, resolve, to_toml
 from slipstream.report.cells import Arm, Cell
@@ -42,6 +43,11 @@ def train_by_formula(configs: Mapping[str, Config], *, keep_checkpoints: bool = 
         loss = 2.0 + gap * (1 - 0.5 * config.staleness.error_feedback) + 0.01 * seed + 0.001 * seed * gap
         loss += 10 * abs(config.optim.lr - 0.01)
         rows = [{"step": step, "loss": loss + 3 / step, "step_s": 0.1} for step in range(1, num_steps + 1)]
+        summary = {"val_loss": loss, "val_bits_per_byte": loss / 0.6931}
+        if config.executor == "dataparallel":
+            summary |= worker_summary([200, 800])
+            if config.staleness.correction == "agc":
+                rows = [row | {"method_metrics": remedy_metrics(row["step"])} for row in rows]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "summary.json").write_text(json.dumps({"val_loss": loss, "val_bits_per_byte": loss / 0.6931}))
+        (folder / "summary.json").write_text(json.dumps(summary))
     return True

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from slipstream.config import from_dict, resolve, to_toml
 from slipstream.pipeline.actions import Action
 from slipstream.plan.simulate import SimulateConfig, build_timeline
 from slipstream.train.trace import trace_events, write_trace
+from slipstream.train.trainer import WORKER_FIGURES
 
 
 def write_run(
@@ -103,26 +104,43 @@ def pipeline_run(path: Path, *, schedule: str = "two_bw", **options) -> Path:
 def worker_run(path: Path, *, finished: bool = True) -> Path:
     """Four workers, the last of a quarter of the others' speed."""
     tables = {"executor": "dataparallel", "dataparallel": {"emulate_speeds": [1.0, 1.0, 1.0, 0.25]}}
-    done = {"0": 308, "1": 307, "2": 308, "3": 77}
-    live = {
-        "microbatches_by_worker": done,
+    summary = worker_summary([308, 307, 308, 77])
+    live = {key: summary[key] for key in WORKER_FIGURES}
+
+    def extras(step: int) -> dict:
+        more = {"staleness_mean": 0.7 + 0.2 * math.sin(step), "staleness_max": 1 + step % 2}
+        return more | ({"workers": live, "method_metrics": remedy_metrics(step)} if step % 10 == 0 else {})
+
+    return write_run(path, tables, extras=extras, finished=finished, summary=summary)
+
+
+def worker_summary(microbatches: Sequence[int]) -> dict:
+    """What a summary says of workers that did so much."""
+    count = len(microbatches)
+    return {
+        "microbatches_by_worker": {str(worker): done for worker, done in enumerate(microbatches)},
         "throughput_share": 0.967,
+        "pushes_accepted": 250 * count,
         "pushes_rejected": 2,
         "restarts": 1,
         "ledger_balanced": True,
-    }
-    summary = live | {
-        "staleness_histogram": {"0": 100, "1": 700, "2": 200},
-        "staleness_histogram_by_worker": {str(worker): {"0": 25, "1": 175, "2": 50} for worker in range(4)},
+        "staleness_mean": 1.1,
+        "staleness_max": 2,
+        "staleness_histogram": {"0": 25 * count, "1": 175 * count, "2": 50 * count},
+        "staleness_histogram_by_worker": {str(worker): {"0": 25, "1": 175, "2": 50} for worker in range(count)},
         "tokens_committed": 409_600,
         "tokens_dropped": 128,
     }
 
-    def extras(step: int) -> dict:
-        more = {"staleness_mean": 0.7 + 0.2 * math.sin(step), "staleness_max": 1 + step % 2}
-        return more | ({"workers": live} if step % 10 == 0 else {})
 
-    return write_run(path, tables, extras=extras, finished=finished, summary=summary)
+def remedy_metrics(step: int) -> dict:
+    """What the gradient compensator and the async-aware rate tell of themselves; they begin after step 10."""
+    found = {"aalr/factor": max(1 - step / 100, 0.8)}
+    for place, group in enumerate(("q.0", "ffn_down.0", "embedding")):
+        figures = {"gain": 0.2 + 0.3 * place, "relative_correction": 0.04, "curvature": 2.0, "cosine": 0.99, "raw": 0.0}
+        found |= {f"agc/{group}/{key}": value for key, value in figures.items()}
+        found[f"agc/{group}/ramp"] = float(step > 10)
+    return found
 
 
 def expert_run(path: Path) -> Path:

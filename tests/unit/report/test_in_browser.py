@@ -8,6 +8,7 @@ from tests.unit.report.browser import Browser, find_browser
 from tests.unit.report.fake import train_by_formula
 from tests.unit.report.fake_runs import expert_run, pipeline_run, worker_run
 from tests.unit.report.test_report import EVERYTHING
+from tests.unit.report.test_workers import GRID
 
 from slipstream.report.compare import compare_grid
 from slipstream.report.grid_file import parse_grid
@@ -69,15 +70,19 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     (folder / "compare").mkdir()
     grid = parse_grid(tomllib.loads(EVERYTHING), source="g.toml", folder=folder)
     assert compare_grid(grid, folder / "compare", train=train_by_formula, note=lambda text: None) is not None
+    (folder / "crews").mkdir()
+    crews = parse_grid(tomllib.loads(GRID), source="g.toml", folder=folder)
+    assert compare_grid(crews, folder / "crews", train=train_by_formula, note=lambda text: None) is not None
     return {
         "several": write_run_report([sync, late, workers, experts], folder / "several.html").out,
         "one": write_run_report([workers]).out,
         "compare": folder / "compare" / "report.html",
+        "compare of workers": folder / "crews" / "report.html",
     }
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["several", "one", "compare"])
+@pytest.mark.parametrize("name", ["several", "one", "compare", "compare of workers"])
 def test_a_report_stands_on_its_own_at_any_width(browser, reports, name, width):
     url = reports[name].as_uri()
     page = browser.open(url, width=width)

@@ -10,13 +10,12 @@ from tests.unit.report.test_report import Tags
 
 from slipstream.cli import main
 from slipstream.errors import ConfigError
+from slipstream.report.lines import STEPS, Line, Mark, line_chart
 from slipstream.report.run_charts import spike_steps
-from slipstream.report.run_lines import STEPS, Line, Mark, line_chart
 from slipstream.report.run_report import render_runs, write_run_report
 from slipstream.report.run_staleness import staleness_counts
 from slipstream.report.run_timeline import measured_timeline
 from slipstream.report.run_verdict import verdict
-from slipstream.report.run_workers import worker_shares
 from slipstream.report.runs import open_runs
 from slipstream.train.metrics import read_json_lines
 
@@ -45,8 +44,11 @@ def sentences(*paths):
 def test_everything_there_is_has_a_picture(folder):
     html = render_runs(open_runs([folder / name for name in ("sync", "late", "workers", "experts")]))
     headings = ["sync / late / workers / experts", "Loss", "Validation", "Speed", "Staleness", "Stability", "Experts"]
-    headings += ["Methods against staleness", "Pipeline", "Workers", "Figures", "Settings that differ"]
+    headings += ["Methods against staleness", "Workers", "The gradient compensator by group", "The async-aware rate"]
+    headings += ["Pipeline", "Figures", "Settings that differ"]
     assert parsed(html).headings == headings
+    assert (html.count("<h3>Factor</h3>"), html.count("<h3>aalr/factor</h3>")) == (1, 0), "drawn once"
+    assert html.count("</i><span>experts</span><b>at the end 0.90</b>") == 1, "a rate without workers, too"
     assert not re.search(
         r"https?:|//[a-z]|@import|<script|<link|<img|src=", html.replace("http://www.w3.org/2000/svg", "")
     )
@@ -156,20 +158,28 @@ def test_figures_are_shown_in_a_unit_of_few_digits():
 
 def test_workers_shares_and_ledger(folder, tmp_path):
     (run,) = open_runs([folder / "workers"])
-    shares = worker_shares(run)
+    assert run.workers is not None
+    shares = run.workers.workers
     assert [each.microbatches for each in shares] == [308, 307, 308, 77]
     assert shares[3].share == pytest.approx(0.077)
     assert shares[3].fair == pytest.approx(0.25 / 3.25)
-    assert shares[0].staleness == pytest.approx((175 + 2 * 50) / 250)
+    assert [each.tokens_per_s for each in shares] == pytest.approx([20480 * each.share for each in shares])
+    assert shares[0].staleness_mean == pytest.approx((175 + 2 * 50) / 250)
     assert staleness_counts(run) == {0: 100, 1: 700, 2: 200}
     (sentence,) = [each for each in verdict([run]) if "ledger" in each]
     assert sentence == (
         "4 workers trained at 96.7% of the sum of their own speeds; the ledger balances: 409,600 tokens committed, "
-        "128 dropped; 2 gradients rejected; 1 restart of workers."
+        "128 dropped; 1,000 gradients counted, 2 rejected; 1 restart of workers."
     )
     (live,) = open_runs([worker_run(tmp_path / "live", finished=False)])
-    assert [each.microbatches for each in worker_shares(live)] == [308, 307, 308, 77], "from the newest row"
-    assert worker_shares(live)[0].staleness is None
+    assert live.workers is not None
+    assert [each.microbatches for each in live.workers.workers] == [308, 307, 308, 77], "from the newest row"
+    assert live.workers.workers[0].staleness_mean is None
+    html = render_runs([live])
+    assert "<h3>live: shares</h3>" in html
+    assert "<h3>live: staleness</h3>" not in html
+    (sentence,) = [each for each in verdict([live]) if "ledger" in each]
+    assert "the ledger balances; 2 gradients rejected; 1 restart" in sentence
 
 
 def test_the_pipeline_is_drawn_as_it_ran_beside_its_simulation(folder):

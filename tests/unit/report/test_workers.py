@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.report.fake import result
+from tests.unit.report.fake_runs import worker_summary
 
 from slipstream.config import Config
 from slipstream.errors import ConfigError
@@ -14,7 +15,10 @@ from slipstream.report.columns import markdown
 from slipstream.report.compare import compare_grid
 from slipstream.report.grid import Grid
 from slipstream.report.grid_file import parse_grid
+from slipstream.report.run_report import render_runs
+from slipstream.report.runs import open_runs
 from slipstream.report.table import at_equal_lr, by_rule
+from slipstream.report.worker_charts import worker_sentence
 from slipstream.report.workers import run_of_workers
 from slipstream.train.launch import launch
 from slipstream.train.progress import SilentReporter
@@ -137,15 +141,50 @@ def test_tables_and_report_tell_of_workers(folder):
     assert "perplexity" in table
     assert "adamw, c = 1: asynchronous workers cost" in table
     report = (folder / "report.html").read_text()
-    for heading in ("Workers and staleness", "The gradient compensator by group", "The async-aware rate"):
+    for heading in ("Workers", "The gradient compensator by group", "The async-aware rate"):
         assert f"<h2>{heading}</h2>" in report
-    assert "The ledger balances to the token in all of 5 runs" in report
-    assert "<h3>c = 1, equal batches</h3>" in report
-    assert "<h3>c = 1, dynamic batches</h3>" in report
+    assert "the ledger balances in all of 5 runs: " in report
+    for name in ("c = 1, equal batches", "c = 1, dynamic batches"):
+        assert f"<h3>{name}: shares</h3>" in report
+        assert f"<h3>{name}: staleness</h3>" in report
+
+
+def picture(html: str, title: str) -> tuple[str, str]:
+    """Return the drawing below a title without its name and colours, and the table below it."""
+    found = re.search(rf"<h3>{re.escape(title)}</h3><svg[^>]*>(.*?)</svg>.*?<table>(.*?)</table>", html)
+    assert found, title
+    return re.sub(r"\bc\d\b|clip-[\w-]+", "", found[1]), found[2]
+
+
+def test_the_report_of_a_run_draws_its_workers_as_the_comparison_does(folder):
+    (run,) = open_runs([next((folder / "cells").glob("adamw--full--workers-c-1--*"))])
+    lone, compared = render_runs([run]), (folder / "report.html").read_text()
+    for mine, of_arm in (
+        (f"{run.name}: shares", "c = 1, dynamic batches: shares"),
+        (f"{run.name}: staleness", "c = 1, dynamic batches: staleness"),
+        (run.name, "adamw, full, c = 1"),
+    ):
+        assert picture(lone, mine) == picture(compared, of_arm)
 
 
 def test_a_run_without_workers_has_none():
-    assert run_of_workers({"val_loss": 2.0}, []) is None
+    assert run_of_workers(Config(), {"val_loss": 2.0}, [{"step": 1, "step_s": 1.0}]) is None
+
+
+def sentence(**changes) -> str:
+    runs = [
+        run_of_workers(Config(), worker_summary([3, 1]) | changed, [{"step": 1, "step_s": 1.0}])
+        for changed in ({}, changes)
+    ]
+    return worker_sentence([run for run in runs if run is not None])
+
+
+def test_what_became_of_data_and_gradients_is_added_up_over_runs():
+    assert sentence(throughput_share=0.5, tokens_dropped=2, restarts=0) == (
+        "2 workers trained at 50.0% to 96.7% of the sum of their own speeds; the ledger balances in all of 2 runs: "
+        "819,200 tokens committed, 130 dropped; 1,000 gradients counted, 4 rejected; 1 restart of workers."
+    )
+    assert "; the ledger balances in ONLY 1 of 2 runs: " in sentence(ledger_balanced=False)
 
 
 def test_shares_and_rates_are_of_what_was_committed():
@@ -157,11 +196,12 @@ def test_shares_and_rates_are_of_what_was_committed():
         "staleness_max": 4,
         "throughput_share": 0.9,
         "pushes_accepted": 8,
-        "pushes_rejected_by_reason": {"duplicate": 2},
+        "pushes_rejected": 2,
         "ledger_balanced": True,
     }
     metrics = {"agc/q.0/ramp": 1.0, "agc/q.0/gain": 0.5, "agc/k.0/ramp": 0.0, "agc/k.0/gain": 0.0, "aalr/factor": 0.8}
-    run = run_of_workers(summary, [{"step": 1, "step_s": 2.0, "method_metrics": metrics}, {"step": 2, "step_s": 2.0}])
+    rows = [{"step": 1, "step_s": 2.0, "method_metrics": metrics}, {"step": 2, "step_s": 2.0}]
+    run = run_of_workers(Config(), summary, rows)
     assert run is not None
     assert [(each.number, each.share, each.tokens_per_s) for each in run.workers] == [(2, 0.25, 25.0), (10, 0.75, 75.0)]
     assert (run.workers[1].staleness_mean, run.workers[1].staleness_max) == (1.0, 4)

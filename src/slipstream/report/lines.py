@@ -1,14 +1,12 @@
-"""Curves of one or several runs in one picture."""
+"""Curves in one picture: of runs, and of the arms of a comparison."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slipstream.report.curves import SMOOTHING, thinned
-from slipstream.report.figures import NUM_COLOURS, Chart, DataTable, LegendEntry
-from slipstream.report.runs import Curve, Run
-from slipstream.report.statistics import smoothed
+from slipstream.report.figures import Chart, Curve, DataTable, LegendEntry
+from slipstream.report.statistics import smoothed_run
 from slipstream.report.svg import WIDTH, Canvas, Scale, draw_axes, padded, tick_format
 from slipstream.train.metrics import quantity
 
@@ -17,6 +15,9 @@ LEFT = 58
 
 NUM_DATA_ROWS = 10
 """Of the table below a picture."""
+
+MAX_POINTS = 500
+"""Points of one curve; a longer one is thinned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +69,6 @@ class Line:
     figure: str = ""
 
 
-def colour(runs: Sequence[Run], run: Run) -> str:
-    """Return the class of a run's colour: the same in all pictures."""
-    index = runs.index(run)
-    # Blue first: alone, red would look like a warning.
-    return f"c{(index + 1) % NUM_COLOURS}{' again' if index >= NUM_COLOURS else ''}"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mark:
     """A dot on a curve that says what happened there."""
@@ -90,7 +84,7 @@ def line_chart(
     across: Axis,
     up: str,
     smooth: bool = True,
-    from_zero: bool = False,
+    include: Sequence[float] = (),
     settle: bool = False,
     dots: bool = False,
     marks: Sequence[Mark] = (),
@@ -104,7 +98,7 @@ def line_chart(
         across: The axis of places.
         up: Name and unit of the figures.
         smooth: Draw them raw and smoothed; the page shows one of the two.
-        from_zero: The axis of figures begins at 0.
+        include: Figures that the axis shows in any case, such as 0.
         settle: Leave out of the axis what lies above the curves' first sixth, where they fall from far above.
         dots: Few figures, each to be seen.
         marks: Dots to point at.
@@ -112,8 +106,10 @@ def line_chart(
     """
     unit, up = _readable(lines, up)
     lines = [dataclasses.replace(line, curve=(line.curve[0], line.curve[1] / unit)) for line in lines]
-    soft = [dataclasses.replace(line, curve=_smoothed(line.curve)) if smooth else line for line in lines]
-    low, high = _ends(soft, from_zero=from_zero, settle=settle)
+    soft = lines
+    if smooth:
+        soft = [dataclasses.replace(line, curve=(line.curve[0], smoothed_run(line.curve[1]))) for line in lines]
+    low, high = _ends(soft, include=[each / unit for each in include], settle=settle)
     canvas = Canvas(270, label=f"{title}: {up} against {across.name}, of {', '.join(line.label for line in lines)}")
     end = max(float(line.curve[0].max()) for line in lines) / across.unit or 1.0
     start = min(0.0, *(float(line.curve[0].min()) for line in lines))
@@ -153,13 +149,23 @@ def _readable(lines: Sequence[Line], up: str) -> tuple[float, str]:
     return (unit, name.format(up)) if most else (1.0, up)
 
 
-def _smoothed(curve: Curve) -> Curve:
-    places, values = curve
-    span = max(round(SMOOTHING * len(values)), 2)
-    return places, np.array(smoothed(values.tolist(), span=span))
+def thinned(curve: np.ndarray, *, max_points: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """Return (step from 1, value) of a curve; of a long one the smallest and the largest value of each stretch.
+
+    Example:
+        >>> thinned(np.array([3.0, 1.0, 2.0, 9.0, 0.0, 5.0, 5.0, 6.0]), max_points=4)
+        [(2, 1.0), (4, 9.0), (5, 0.0), (8, 6.0)]
+    """
+    if len(curve) <= max_points:
+        return [(step, float(value)) for step, value in enumerate(curve, start=1)]
+    kept = []
+    for stretch in np.array_split(np.arange(len(curve)), max_points // 2):
+        ends = {int(stretch[np.argmin(curve[stretch])]), int(stretch[np.argmax(curve[stretch])])}
+        kept += [(index + 1, float(curve[index])) for index in sorted(ends)]
+    return kept
 
 
-def _ends(lines: Sequence[Line], *, from_zero: bool, settle: bool) -> tuple[float, float]:
+def _ends(lines: Sequence[Line], *, include: Sequence[float], settle: bool) -> tuple[float, float]:
     """Return the ends of the axis of figures; a few far ones do not make all others flat."""
     values = [line.curve[1] for line in lines]
     if settle:
@@ -167,7 +173,7 @@ def _ends(lines: Sequence[Line], *, from_zero: bool, settle: bool) -> tuple[floa
     elif any(len(each) >= 50 for each in values):
         values = [np.clip(each, None, np.quantile(each, 0.995) * 1.05) for each in values]
     everything = [float(value) for each in values for value in each]
-    return padded(everything, include=[0.0] if from_zero else [])
+    return padded(everything, include=include)
 
 
 def _data(lines: Sequence[Line], across: Axis) -> DataTable:
