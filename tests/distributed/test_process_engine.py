@@ -64,7 +64,7 @@ def processes(worker=None) -> dict[int, multiprocessing.Process]:
     return {each.pid: each for each in multiprocessing.active_children() if each.name.startswith(names)}
 
 
-def run_until(engine, is_so, *, timeout_s=60.0):
+def run_until(engine, is_so, *, timeout_s=150.0):
     """Make steps until something is so."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
