@@ -19,9 +19,9 @@ train: venv
 	$(BIN)/slipstream train --config configs/demo_sync.toml --run-dir $(RUN_DIR)-sync --overwrite
 	$(BIN)/slipstream train --config configs/demo.toml --run-dir $(RUN_DIR) --overwrite --beside $(RUN_DIR)-sync
 
-# Two files at a time.
+# Two files at a time, in order of their names: those that take longest come first.
 test: venv
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # Statistical claims over seeds: minutes, and no part of `make test`.
 science: venv

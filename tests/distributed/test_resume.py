@@ -29,7 +29,9 @@ def run_and_save(executor, config, writer):
     steps = []
     while executor.step < config.train.num_steps:
         steps.append(facts(executor.run_step()))
-        writer.save(executor.step, executor.snapshot(), {})
+        # What else a manifest of a run says is not needed to go on here.
+        manifest = {"config": {}, "weights_sha256": "", "tokenizer": "", "data_sha256": ""}
+        writer.save(executor.step, executor.snapshot(), manifest)
     writer.wait()
     return steps, dict(executor.snapshot().digests)
 

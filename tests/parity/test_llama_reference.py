@@ -103,4 +103,8 @@ def test_logits_loss_and_gradients_are_those_of_the_formulas(dtype, tolerance, w
     close(logits, expected)
     close(loss, expected_loss)
     for name, parameter in model.named_parameters():
-        close(parameter.grad, weights[name].grad)
+        if window == 1 and name.split(".")[-2] in ("q", "k"):
+            # Alone with itself a position has nothing to weigh: what is left is rounding.
+            assert max(parameter.grad.abs().max(), weights[name].grad.abs().max()) < tolerance
+        else:
+            close(parameter.grad, weights[name].grad)
