@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A newcomer's path: clones what is committed, sets it up as README says, and runs every `sh` block of README and docs,
-# page after page. Run lengths are cut down by docs/make/blocks.py, nothing else is changed. Under 20 minutes on two cores.
+# page after page. Run lengths are cut down by docs/make/blocks.py, nothing else is changed.
 #
 #   tests/newcomer.sh                 all pages
 #   tests/newcomer.sh PAGE ...        these, after README.md's `make train`

@@ -33,7 +33,7 @@ LAYERS = (
     ("config",),
     ("data", "models", "optim", "staleness", *(f"pipeline.{name}" for name in SCHEDULES)),
     tuple(f"dataparallel.{name}" for name in CONTROL_PLANE),
-    ("executor", "microbatches"),
+    ("device", "executor", "microbatches"),
     ("assembly",),
     ("pipeline",),
     ("dataparallel",),

@@ -337,7 +337,7 @@ def generate(argv: Sequence[str]) -> int:
 
 def _device(name: Literal["auto", "cpu", "cuda"]) -> "torch.device":
     from slipstream.config import TrainConfig
-    from slipstream.train.rank import choose_device
+    from slipstream.device import choose_device
 
     return choose_device(Config(train=TrainConfig(device=name)))
 

@@ -15,6 +15,7 @@ from tests.distributed.harness import run_config
 from tests.distributed.pool import CPU
 from tests.distributed.test_process_engine import ODD, committed, run_steps, run_until
 from tests.distributed.test_process_engine import settings as process_settings
+from tests.distributed.test_ray_command import TABLES
 from tests.distributed.worker_mains import microbatch
 
 from slipstream.cli import main
@@ -146,18 +147,7 @@ class Killer(SilentReporter):
 
 def test_the_server_is_killed(cluster, tmp_path):
     """It comes again by itself, with new lives of the workers, and goes on from its newest checkpoint."""
-    tables = {
-        "executor": "dataparallel",
-        "engine": "ray",
-        "model": {"num_layers": 1, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 24},
-        "optim": {"lr": 0.01, "lr_total_steps": 40},
-        "staleness": {},
-        "pipeline": {"num_microbatches": 6},
-        "dataparallel": {"num_workers": NUM_WORKERS, "emulate_microbatch_ms": 8.0},
-        "train": {"num_steps": 40},
-        "checkpoint": {"every_steps": 2, "keep_last": 2},
-    }
-    config = run_config(tmp_path / "run", **tables)
+    config = run_config(tmp_path / "run", **TABLES, train={"num_steps": 40})
     reporter = Killer(at_step=9)
     summary = launch(config, reporter=reporter)
     (went_on,) = [int(found[1]) for note in reporter.notes if (found := re.search(r"goes on from step (\d+)", note))]

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from slipstream.assembly import combined_digest, tensor_digest
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data import Loader, open_data
+from slipstream.device import settle
 from slipstream.models.llama import whole_model
 from slipstream.optim.muon import Muon
-from slipstream.train.rank import make_deterministic
 from slipstream.train.single import SingleExecutor
 
 STEPS = 6
@@ -93,8 +93,8 @@ def plain_loop(
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 def test_equals_a_plain_loop_bitwise(rule, delay, device, loader):
-    make_deterministic(torch.device(device))
     config = settings(optim={"name": rule}, staleness={"delay": delay})
+    settle(config, torch.device(device))
     executor = SingleExecutor(config, loader.batch, device=torch.device(device))
     reports = [executor.run_step() for _ in range(STEPS)]
     losses, norms, weights = plain_loop(config, loader, device)

@@ -1,7 +1,6 @@
 """One rank of `bench pipeline`: runs every schedule in turn and notes when each step ends."""
 
 import dataclasses
-import datetime
 import gc
 import time
 from typing import Protocol
@@ -16,7 +15,7 @@ from slipstream.bench.torch_schedules import TorchSchedule
 from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.executor import BatchSource
-from slipstream.pipeline.transport import Transport
+from slipstream.pipeline.transport import Transport, connect
 from slipstream.train.processes import RankContext
 
 _NUM_BATCHES = 4
@@ -92,9 +91,8 @@ def bench_rank(context: RankContext, bench: BenchPipelineConfig, names: list[str
     """
     rank, num_ranks = context.rank, context.num_ranks
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=bench.timeout_s)
-    dist.init_process_group("gloo", store=context.store, rank=rank, world_size=num_ranks, timeout=timeout)
-    transport = Transport(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), timeout_s=bench.timeout_s)
+    cpu = torch.device("cpu")
+    transport = connect(context.store, rank=rank, num_ranks=num_ranks, device=cpu, timeout_s=bench.timeout_s)
     result = RankResult(runs={name: [] for name in names}, alone_s=[])
     for turn in range(bench.rounds):
         result.alone_s.append(_alone(context, bench, transport))

@@ -124,10 +124,7 @@ class WeightBoard:
     def publish(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Write a version; only one process ever does."""
         slot = version % 2
-        self._stamps[slot] = _WRITING
-        for name, view in self._views[slot].items():
-            view.copy_(weights[name])
-        self._stamps[slot] = version
+        _write(version, weights, self._views[slot], self._stamps[slot])
 
     @torch.no_grad()
     def read(self, version: int, into: Tensor) -> bool:
@@ -145,6 +142,14 @@ class WeightBoard:
             return False
         into.copy_(self._buffers[slot])
         return int(self._stamps[slot]) == version
+
+
+def _write(version: int, weights: Mapping[str, Tensor], views: Mapping[str, Tensor], stamp: Tensor) -> None:
+    """Write a version to a buffer whose stamp, a scalar, tells readers in between that it is none."""
+    stamp.fill_(_WRITING)
+    for name, view in views.items():
+        view.copy_(weights[name])
+    stamp.fill_(version)
 
 
 class HeldBoard:
@@ -178,10 +183,7 @@ class HeldBoard:
         self._stamps[self._stamps >= version] = _WRITING
         kept = {*held, max(self._stamps.tolist())}
         slot = next(slot for slot, stamp in enumerate(self._stamps.tolist()) if stamp == _WRITING or stamp not in kept)
-        self._stamps[slot] = _WRITING
-        for name, view in self.layout.views(self._buffers[slot]).items():
-            view.copy_(weights[name])
-        self._stamps[slot] = version
+        _write(version, weights, self.layout.views(self._buffers[slot]), self._stamps[slot])
 
     @torch.no_grad()
     def read(self, version: int, into: Tensor) -> bool:

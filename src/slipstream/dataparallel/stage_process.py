@@ -9,14 +9,11 @@ the next while its last microbatch is under way::
 """
 
 import dataclasses
-import datetime
 import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not in its export list
 
 from slipstream.assembly import llama_parts, sum_by_parameter
@@ -28,6 +25,7 @@ from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.router_tally import RouterRows
 from slipstream.dataparallel.worker_process import Calibrate, Calibrated, Drain, Hello, Workplace
+from slipstream.device import settle
 from slipstream.errors import StalenessError
 from slipstream.executor import BatchSource
 from slipstream.microbatches import microbatch_loader
@@ -36,7 +34,7 @@ from slipstream.pipeline.actions import Action, add_communication
 from slipstream.pipeline.cycle_order import cycle_order
 from slipstream.pipeline.flow import Flow
 from slipstream.pipeline.schedules import ScheduleSpec
-from slipstream.pipeline.transport import Transport, connecting
+from slipstream.pipeline.transport import Transport, connect
 from slipstream.staleness.gradient import Gradient
 
 
@@ -136,17 +134,10 @@ def work_stage(place: Workplace, *, microbatches: BatchSource | None = None) -> 
     """
     assert isinstance(place, StagePlace)
     config = place.config
-    torch.set_num_threads(config.train.threads_per_rank)
+    settle(config, place.device)
     num_ranks, timeout_s = config.dataparallel.num_stages, config.pipeline.timeout_s
-    with connecting(rank=place.stage, num_ranks=num_ranks, timeout_s=timeout_s):
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo",
-            store=FileStore(place.rendezvous, num_ranks),
-            rank=place.stage,
-            world_size=num_ranks,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-    transport = Transport(rank=place.stage, num_ranks=num_ranks, device=place.device, timeout_s=timeout_s)
+    store = FileStore(place.rendezvous, num_ranks)
+    transport = connect(store, rank=place.stage, num_ranks=num_ranks, device=place.device, timeout_s=timeout_s)
     source = microbatches or microbatch_loader(config, open_data(config.data.path, verify=False)).batch
     _StageDesk(place, transport, source).run()
 

@@ -23,6 +23,7 @@ from slipstream.dataparallel.messages import Order, Push
 from slipstream.dataparallel.transport import Pipe, PushWriter, WeightsFetched
 from slipstream.dataparallel.wire import Sent
 from slipstream.dataparallel.worker import Replica, Work, Worker
+from slipstream.device import settle
 from slipstream.executor import BatchSource
 from slipstream.microbatches import microbatch_loader
 
@@ -145,7 +146,7 @@ def work(place: Workplace, *, microbatches: BatchSource | None = None) -> None:
         microbatches: Gives the microbatch of a number; ``None``: those of the settings' data.
     """
     config = place.config
-    torch.set_num_threads(config.train.threads_per_rank)
+    settle(config, place.device)
     microbatches = microbatches or microbatch_loader(config, open_data(config.data.path, verify=False)).batch
     layout = place.weights.layout
     flat = layout.empty(device=place.device)

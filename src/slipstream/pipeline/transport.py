@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its export list
 
 from slipstream.errors import StageError
 
@@ -177,7 +178,7 @@ class Transport:
         }
         timeout = datetime.timedelta(seconds=timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        with connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
+        with _connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
             if backend == "nccl":
                 self._groups = {name: dist.new_group(backend=backend, timeout=timeout) for name in self._edges}
                 self._tags = dict.fromkeys(self._edges, 0)
@@ -241,8 +242,32 @@ def wait(work: Any, *, what: str, timeout_s: float) -> None:
         raise PeerError(f"waited for {what}: {reason}") from error
 
 
+def connect(store: Store, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> Transport:
+    """Make this process a rank, and connect it with the others.
+
+    Args:
+        store: Rendezvous of all ranks.
+        rank: This one.
+        num_ranks: All of them.
+        device: Where the tensors of messages live.
+        timeout_s: Seconds after which a rank gives up waiting for another.
+
+    Raises:
+        PeerError: Not all ranks could be reached.
+    """
+    with _connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    return Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=timeout_s)
+
+
 @contextlib.contextmanager
-def connecting(*, rank: int, num_ranks: int, timeout_s: float) -> Iterator[None]:
+def _connecting(*, rank: int, num_ranks: int, timeout_s: float) -> Iterator[None]:
     """Turn the errors of ranks that look for one another into a sentence that says who misses whom.
 
     Raises:

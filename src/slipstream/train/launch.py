@@ -20,6 +20,7 @@ from slipstream.config import (
 )
 from slipstream.data import Dataset
 from slipstream.dataparallel.checks import check_dataparallel
+from slipstream.device import choose_device
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import stages
 from slipstream.models.shapes import check_model
@@ -42,7 +43,7 @@ from slipstream.train.initial import (
     record_origin,
 )
 from slipstream.train.progress import Reporter
-from slipstream.train.rank import choose_device, open_run_data, run_here, training_loader, validation_batches
+from slipstream.train.rank import open_run_data, run_here, training_loader, validation_batches
 from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim

@@ -13,12 +13,13 @@ from slipstream.assembly import publish_method
 from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, load_toml, resolve, to_dict
 from slipstream.data import Dataset, open_data
 from slipstream.dataparallel.checks import check_dataparallel
+from slipstream.device import choose_device
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.shapes import check_model
 from slipstream.optim.build import build_optimizers, check_optim
 from slipstream.staleness.checks import check_staleness
 from slipstream.train.delays import largest_delay
-from slipstream.train.rank import choose_device, training_loader, validation_batches
+from slipstream.train.rank import training_loader, validation_batches
 from slipstream.train.rundir import RunDir
 
 

@@ -23,10 +23,11 @@ from slipstream import errors
 from slipstream.config import Config
 from slipstream.data import open_data
 from slipstream.dataparallel.ray_cluster import check_capacity, cluster_of, import_ray
+from slipstream.device import choose_device
 from slipstream.errors import SlipstreamError, StageError
 from slipstream.train.checkpoint import newest_complete, open_checkpoint
 from slipstream.train.progress import Reporter
-from slipstream.train.rank import choose_device, run_here
+from slipstream.train.rank import run_here
 from slipstream.train.rundir import RunDir
 from slipstream.train.trainer import StopFlag, stop_signals
 
@@ -181,6 +182,11 @@ class _Watch:
         )
 
     def until_done(self, checkpoint: Path | None) -> End:
+        """Let the server train to the end, again from its newest checkpoint where it died.
+
+        Raises:
+            StageError: It does not start, or died :data:`MAX_DEATHS` times without having saved anything in between.
+        """
         deaths = 0
         while True:
             process = self._wait_for_server()

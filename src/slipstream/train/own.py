@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from slipstream.assembly import tensor_digest
 from slipstream.config import Config, DataConfig, ModelConfig, StalenessConfig, resolve, to_toml
 from slipstream.data.loader import Batch
+from slipstream.device import choose_device
 from slipstream.errors import ConfigError
 from slipstream.models.nested import map_tensors, tensors_of
 from slipstream.models.own import OwnModel, OwnParts
@@ -22,9 +23,9 @@ from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.delays import largest_delay
 from slipstream.train.idle import idle_settings
 from slipstream.train.launch import check_schedule, checkpoint_to_resume, keep_lr_total
-from slipstream.train.processes import RankContext, run_processes
 from slipstream.train.progress import Reporter, SilentReporter
-from slipstream.train.rank import Workload, choose_device, run_pipeline_rank, run_single
+from slipstream.train.rank import Workload, run_single
+from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
 from slipstream.train.trainer import TimedSource
@@ -140,35 +141,14 @@ def fit(
 def _run(
     model: OwnModel, data: OwnData, config: Config, reporter: Reporter, checkpoint: Checkpoint | None
 ) -> dict[str, Any] | None:
+    opened = functools.partial(open_own, model, data)
     if config.executor == "single":
-        opened = functools.partial(open_own, model, data)
         return run_single(config, opened, reporter=reporter, checkpoint=checkpoint)
-    summaries: list[dict[str, Any] | None] = run_processes(
-        train_own_rank,
+    return run_ranks(
         config,
-        model,
-        data,
         checkpoint.folder if checkpoint else None,
-        num_ranks=config.pipeline.num_stages,
-        timeout_s=config.pipeline.timeout_s,
+        open_workload=opened,
         remedy="Continue from the last checkpoint with resume=True.",
-        finish_on_signal=True,
-    )
-    return summaries[0]
-
-
-def train_own_rank(
-    context: RankContext, config: Config, model: OwnModel, data: OwnData, checkpoint: Path | None
-) -> dict[str, Any] | None:
-    """Train as one rank of this machine."""
-    return run_pipeline_rank(
-        config,
-        rank=context.rank,
-        local_rank=context.rank,
-        store=context.store,
-        note=context.note,
-        checkpoint=checkpoint,
-        open_workload=functools.partial(open_own, model, data),
     )
 
 

@@ -5,14 +5,12 @@ import dataclasses
 import datetime
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its export list
 
 from slipstream.config import Config
@@ -21,13 +19,13 @@ from slipstream.data import Batch, Dataset, StreamLoader, open_data
 from slipstream.data.loader import Loader
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.dataparallel.engine import build_engine
-from slipstream.errors import ConfigError
+from slipstream.device import choose_device, settle
 from slipstream.executor import Executor
 from slipstream.microbatches import microbatch_loader
 from slipstream.models.parts import ModelParts
 from slipstream.models.shapes import flops_per_token
 from slipstream.pipeline.runtime import PipelineExecutor, pipeline_spec
-from slipstream.pipeline.transport import Transport, connecting
+from slipstream.pipeline.transport import connect
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
 from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
 from slipstream.train.rundir import RunDir
@@ -85,9 +83,8 @@ def run_here(
     Returns:
         The summary; ``None`` where the run was asked to stop and has saved.
     """
-    torch.set_num_threads(config.train.threads_per_rank)
     device = choose_device(config)
-    make_deterministic(device)
+    settle(config, device)
     with contextlib.ExitStack() as end:
         executor: Executor
         if config.executor == "dataparallel":
@@ -104,9 +101,8 @@ def run_single(
     config: Config, open_workload: OpenWorkload, *, reporter: Reporter, checkpoint: Checkpoint | None
 ) -> dict[str, Any] | None:
     """Train any model with the executor `single`; see :func:`run_here`."""
-    torch.set_num_threads(config.train.threads_per_rank)
     device = choose_device(config)
-    make_deterministic(device)
+    settle(config, device)
     work = open_workload(config, 0, checkpoint)
     executor = SingleExecutor(config, work.source, device=device, model=work.model)
     return _train_here(config, executor, work, reporter=reporter, device=device, checkpoint=checkpoint)
@@ -154,20 +150,10 @@ def run_pipeline_rank(
     Returns:
         The summary, on rank 0 of a run that reached its last step.
     """
-    torch.set_num_threads(config.train.threads_per_rank)
     device = choose_device(config, local_rank=local_rank)
-    make_deterministic(device)
+    settle(config, device)
     num_ranks = config.pipeline.num_stages
-    timeout_s = config.pipeline.timeout_s
-    with connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-    transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=timeout_s)
+    transport = connect(store, rank=rank, num_ranks=num_ranks, device=device, timeout_s=config.pipeline.timeout_s)
     resumed = open_checkpoint(checkpoint, verify=False) if checkpoint is not None else None
     work = (open_workload or _open_tokens)(config, rank, resumed)
     executor = PipelineExecutor(
@@ -241,29 +227,6 @@ def gather_through(store: Store, purpose: str, *, rank: int, num_ranks: int) -> 
     return gather
 
 
-def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
-    """Return the device to compute on.
-
-    Raises:
-        ConfigError: CUDA was asked for and there is none, or not enough of it.
-    """
-    available = torch.cuda.is_available()
-    if config.train.device == "cuda" and not available:
-        raise ConfigError(
-            "train.device is 'cuda', but this torch finds no CUDA device. Use --train.device cpu, or install a CUDA "
-            "build of torch and check `slipstream doctor`."
-        )
-    if not available or config.train.device == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise ConfigError(
-            f"rank {local_rank} of this machine needs a CUDA device of its own, there are {count}. Use fewer stages "
-            "here (pipeline.num_stages), more machines, or --train.device cpu."
-        )
-    return torch.device("cuda", local_rank)
-
-
 def open_run_data(config: Config, *, verify: bool = True) -> Dataset:
     """Open the data that a run's settings name.
 
@@ -272,17 +235,6 @@ def open_run_data(config: Config, *, verify: bool = True) -> Dataset:
     """
     data = config.data
     return open_data(data.path, stream=data.stream, text_field=data.text_field, verify=verify)
-
-
-def make_deterministic(device: torch.device) -> None:
-    """Have CUDA compute the same bits each time, without which a resumed run would not equal a continuous one.
-
-    Where an operation knows no such way torch warns and goes on. On a CPU nothing has to be done.
-    """
-    if device.type == "cuda":
-        # Read when cuBLAS makes its first handle, which is later than this.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def training_loader(config: Config, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Loader | StreamLoader:

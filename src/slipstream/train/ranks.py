@@ -5,15 +5,23 @@ from typing import Any
 
 from slipstream.config import Config
 from slipstream.train.processes import RankContext, run_processes
-from slipstream.train.rank import run_pipeline_rank
+from slipstream.train.rank import OpenWorkload, run_pipeline_rank
 
 
-def run_ranks(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
+def run_ranks(
+    config: Config,
+    checkpoint: Path | None,
+    *,
+    open_workload: OpenWorkload | None = None,
+    remedy: str = "Continue from the last checkpoint with --resume.",
+) -> dict[str, Any] | None:
     """Run a pipeline, one process a stage.
 
     Args:
         config: Resolved settings.
         checkpoint: Where to continue from.
+        open_workload: See :func:`slipstream.train.rank.run_pipeline_rank`.
+        remedy: What to do when a rank failed; ends the sentence.
 
     Returns:
         Rank 0's summary; ``None`` where the run was asked to stop and has saved.
@@ -26,15 +34,18 @@ def run_ranks(config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
         train_rank,
         config,
         checkpoint,
+        open_workload,
         num_ranks=config.pipeline.num_stages,
         timeout_s=config.pipeline.timeout_s,
-        remedy="Continue from the last checkpoint with --resume.",
+        remedy=remedy,
         finish_on_signal=True,
     )
     return summaries[0]
 
 
-def train_rank(context: RankContext, config: Config, checkpoint: Path | None) -> dict[str, Any] | None:
+def train_rank(
+    context: RankContext, config: Config, checkpoint: Path | None, open_workload: OpenWorkload | None
+) -> dict[str, Any] | None:
     """Train as one rank of this machine; see :func:`slipstream.train.rank.run_pipeline_rank`."""
     return run_pipeline_rank(
         config,
@@ -43,4 +54,5 @@ def train_rank(context: RankContext, config: Config, checkpoint: Path | None) ->
         store=context.store,
         note=context.note,
         checkpoint=checkpoint,
+        open_workload=open_workload,
     )

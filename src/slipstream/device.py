@@ -1,0 +1,44 @@
+"""Where a process computes, and how: the same for every process of a run, so that all get the same bits."""
+
+import os
+
+import torch
+
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+
+
+def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
+    """Return the device to compute on.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none, or not enough of it.
+    """
+    available = torch.cuda.is_available()
+    if config.train.device == "cuda" and not available:
+        raise ConfigError(
+            "train.device is 'cuda', but this torch finds no CUDA device. Use --train.device cpu, or install a CUDA "
+            "build of torch and check `slipstream doctor`."
+        )
+    if not available or config.train.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"rank {local_rank} of this machine needs a CUDA device of its own, there are {count}. Use fewer stages "
+            "here (pipeline.num_stages), more machines, or --train.device cpu."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def settle(config: Config, device: torch.device) -> None:
+    """Set this process up to compute for a run: its threads, and on CUDA kernels that repeat their bits.
+
+    Without them a resumed run would not equal a continuous one. Where CUDA knows no such kernel torch warns and goes on
+    with another.
+    """
+    torch.set_num_threads(config.train.threads_per_rank)
+    if device.type == "cuda":
+        # Read when cuBLAS makes its first handle, which is later than this.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
