@@ -70,8 +70,8 @@ class PrepareArgs:
     """Model folder or prepared data whose tokenizer to use instead."""
     vocab_size: int | None = None
     """Tokens of a `bpe` tokenizer; none: 4096."""
-    text_field: str = "text"
-    """Field of a record that holds the text."""
+    text_field: str | None = None
+    """Field of a record that holds the text; none: text."""
     split_key: str | None = None
     """Field (such as an author) whose records all go to one side of the split; none: each document by itself."""
     validation_fraction: float = 0.1

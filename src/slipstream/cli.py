@@ -101,6 +101,7 @@ def data_prepare(argv: Sequence[str]) -> int:
     """Turn text files into token shards."""
     from slipstream.console import Console
     from slipstream.data import prepare
+    from slipstream.data.files import hold_records
     from slipstream.data.hub_tokenizer import open_hub_tokenizer
     from slipstream.data.prepare import VOCAB_SIZE
     from slipstream.data.prepare_progress import PrepareReporter
@@ -111,13 +112,16 @@ def data_prepare(argv: Sequence[str]) -> int:
         refuse_given({"--tokenizer": args.tokenizer, "--vocab-size": args.vocab_size}, "with --tokenizer-from")
     elif tokenizer != "bpe":
         refuse_given({"--vocab-size": args.vocab_size}, "without --tokenizer bpe")
+    sources = [str(source) for source in args.sources]
+    if args.text_field is not None and not hold_records(sources):
+        refuse_given({"--text-field": args.text_field}, "on plain text, which has no fields")
     with PrepareReporter(Console(stderr=True)) as reporter:
         manifest = prepare(
-            [str(source) for source in args.sources],
+            sources,
             args.out,
             tokenizer=tokenizer if args.tokenizer_from is None else open_hub_tokenizer(args.tokenizer_from),
             vocab_size=VOCAB_SIZE if args.vocab_size is None else args.vocab_size,
-            text_field=args.text_field,
+            text_field=args.text_field or "text",
             split_key=args.split_key,
             validation_fraction=args.validation_fraction,
             num_workers=args.num_workers or None,
@@ -296,12 +300,15 @@ def export_hf(argv: Sequence[str]) -> int:
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluate a run or a model folder on a task's file."""
     args = tyro.cli(EvalArgs, args=argv, prog="slipstream eval")
+    from slipstream.evaluation.perplexity import reads_records
     from slipstream.evaluation.scoring import Scorer
     from slipstream.evaluation.tasks import run_task
     from slipstream.train.trained import open_trained
 
     if args.task != "perplexity":
         refuse_given({"--text-field": args.text_field}, f"with the task {args.task}")
+    elif args.text_field is not None and not reads_records(args.file):
+        refuse_given({"--text-field": args.text_field}, "on prepared data and on plain text, which have no fields")
     model = open_trained(args.model, weights=args.weights, checkpoint=args.checkpoint)
     scorer = Scorer(model, device=_device(args.device), max_length=args.max_length)
     found = run_task(scorer, args.task, args.file, limit=args.limit, text_field=args.text_field or "text")

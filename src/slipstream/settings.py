@@ -85,7 +85,7 @@ class DataConfig:
     """Files and folders of text to train on, read as training goes on; tokenizer and held-out side are those of
     `path`. Empty: the shards of `path`."""
     text_field: str = "text"
-    """Field of a record that holds the text (with `stream`)."""
+    """Field of a record that holds the text (with `stream`, where it has files with fields)."""
     sequence_length: int = 128
     """Tokens a sequence."""
     seed: int = 0

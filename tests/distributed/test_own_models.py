@@ -11,6 +11,7 @@ from tests.distributed.pool import shared_pool
 from slipstream.config import resolve
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.own import fit
+from slipstream.train.progress import SilentReporter
 
 
 def as_pipeline(config, num_stages, schedule="two_bw"):
@@ -119,3 +120,24 @@ def test_from_settings_to_summary_and_on_from_a_checkpoint(tmp_path):
         for run in ("one", "two")
     ]
     assert rows[0] == rows[1]
+
+
+def test_a_setting_of_the_decoder_is_said_to_have_no_effect_once(tmp_path):
+    said = []
+
+    class Heard(SilentReporter):
+        def note(self, text):
+            said.append(text)
+
+    config = own_settings(
+        run_dir=str(tmp_path),
+        train={"num_steps": 1},
+        data={"text_field": "body"},
+        model={"router_aux_loss": 0.1},
+        log={"trace_steps": 3},
+    )
+    fit(MODELS["recommender"], Data("recommender", rows=6, microbatch=2), config, reporter=Heard())
+    assert [each for each in said if each.startswith("warning")] == [
+        "warning: model.router_aux_loss, data.text_field: no effect on a model of your own.",
+        "warning: log.trace_steps has no effect with the executor 'single'.",
+    ]

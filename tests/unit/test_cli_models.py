@@ -90,6 +90,7 @@ def test_train_begins_with_another_model(trained, tmp_path, capsys, flag, source
 )
 def test_wrong_input(trained, tmp_path, monkeypatch, capsys, words, error):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("To be\n")
     places = {"hub": trained / "hub", "run": trained / "run"}
     assert run(*[word.format(**places) for word in words]) == 2
     assert error in capsys.readouterr().err
@@ -106,6 +107,8 @@ def test_data_with_the_tokenizer_of_a_model(trained, tmp_path, capsys):
     [
         ("generate {run} --seed 3", "--seed has no effect at a --temperature of 0"),
         ("eval {run} --task blimp --file p --text-field x", "--text-field has no effect with"),
+        ("eval {run} --task perplexity --file t.txt --text-field x", "--text-field has no effect on prepared data and"),
+        ("data prepare t.txt --out d --text-field x", "--text-field has no effect on plain text"),
         ("data prepare t --out d --vocab-size 300", "--vocab-size has no effect without"),
         (
             "data prepare t --out d --tokenizer-from {hub} --tokenizer bpe --vocab-size 300",
@@ -120,10 +123,11 @@ def test_data_with_the_tokenizer_of_a_model(trained, tmp_path, capsys):
 )
 def test_a_flag_without_effect_is_refused_by_name(trained, tmp_path, monkeypatch, capsys, words, error):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("To be\n")
     places = {"hub": trained / "hub", "run": trained / "run"}
     assert run(*[word.format(**places) for word in words.split()]) == 2
     assert error in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
 def test_a_default_that_was_asked_for_is_compared_with_the_model(trained, tmp_path, capsys):

@@ -107,6 +107,15 @@ def find_files(sources: Sequence[str | Traversable]) -> list[SourceFile]:
     return files
 
 
+def hold_records(sources: Sequence[str | Traversable]) -> bool:
+    """Return whether any file among paths has fields, as JSON lines and tables do.
+
+    Raises:
+        DataError: See :func:`find_files`.
+    """
+    return not all(file.is_text for file in find_files(sources))
+
+
 def decode(block: bytes, *, source: SourceFile, offset: int) -> str:
     """Return UTF-8 bytes as text, without the byte-order mark that some editors begin files with.
 

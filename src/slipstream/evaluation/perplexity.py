@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data import open_data
-from slipstream.data.files import find_files
+from slipstream.data.files import find_files, hold_records
 from slipstream.data.manifest import MANIFEST_FILE
 from slipstream.data.sources import read_documents
 from slipstream.data.text_checks import same_ids
@@ -45,8 +45,7 @@ def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_fiel
     Raises:
         DataError: There is no text, or the data was prepared with another tokenizer.
     """
-    is_prepared = (Path(path) / MANIFEST_FILE).is_file()
-    texts = _held_out(scorer.tokenizer, path) if is_prepared else _of_files(scorer.tokenizer, path, text_field)
+    texts = _held_out(scorer.tokenizer, path) if _is_prepared(path) else _of_files(scorer.tokenizer, path, text_field)
     nats, num_tokens, num_bytes, num_items = 0.0, 0, 0, 0
     kept = itertools.islice(texts, limit)
     while some := list(itertools.islice(kept, _AT_ONCE)):
@@ -64,6 +63,19 @@ def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_fiel
         "num_bytes": num_bytes,
         "num_items": num_items,
     }
+
+
+def reads_records(path: str | Path) -> bool:
+    """Return whether :func:`perplexity` would read records, of which one field is the text.
+
+    Raises:
+        DataError: There is no file of text.
+    """
+    return not _is_prepared(path) and hold_records([str(path)])
+
+
+def _is_prepared(path: str | Path) -> bool:
+    return (Path(path) / MANIFEST_FILE).is_file()
 
 
 def _of_files(tokenizer: Tokenizer, path: str | Path, text_field: str) -> Iterator[_Text]:

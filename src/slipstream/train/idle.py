@@ -3,20 +3,32 @@
 import dataclasses
 from collections.abc import Sequence
 
-from slipstream.config import Config, DataParallelConfig, LogConfig, ModelConfig, PipelineConfig
+from slipstream.config import Config, DataConfig, DataParallelConfig, LogConfig, ModelConfig, PipelineConfig
+from slipstream.data.files import hold_records
 
 
 def idle_settings(config: Config) -> list[str]:
     """Return a sentence that names the settings which were given and have no effect.
 
     Args:
-        config: Resolved settings.
+        config: Resolved settings; the files of a stream were found before.
     """
-    found = _idle_experts(config)
+    found = [*_idle_data(config.data), *_idle_experts(config)]
     if config.checkpoint.keep_best and not config.evaluate.every_steps:
         never = "checkpoint.keep_best keeps the last step, the only one evaluated: give evaluate.every_steps as well."
         found.append(never)
     return [*found, *_idle_for_executor(config)]
+
+
+def _idle_data(data: DataConfig) -> list[str]:
+    """Name what says how to read text where none is read, or none that has fields."""
+    if data.text_field == DataConfig().text_field:
+        return []
+    if not data.stream:
+        return ["data.text_field has no effect without data.stream: the shards of data.path hold tokens."]
+    if not hold_records(data.stream):
+        return ["data.text_field has no effect on plain text: each file of data.stream is one document."]
+    return []
 
 
 def _idle_experts(config: Config) -> list[str]:

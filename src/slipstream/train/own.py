@@ -24,11 +24,12 @@ from slipstream.train.delays import largest_delay
 from slipstream.train.idle import idle_settings
 from slipstream.train.launch import check_schedule, checkpoint_to_resume, keep_lr_total
 from slipstream.train.progress import Reporter, SilentReporter
-from slipstream.train.rank import Workload, run_single
+from slipstream.train.rank import run_single
 from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
 from slipstream.train.trainer import TimedSource
+from slipstream.train.workload import Workload
 
 _BY_NAME = ("delay_stages", "delay_roles", "delay_blocks")
 """Settings of :class:`StalenessConfig` that go by the names of the decoder's parameters."""
@@ -212,7 +213,9 @@ def _checked(config: Config, reporter: Reporter) -> Config:
         check_schedule(config)
     idle = _without_effect(config)
     warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)
-    for warning in [*idle, *warnings, *idle_settings(config), *check_staleness(config, delay=largest_delay(config))]:
+    looked_at = dataclasses.replace(config, data=DataConfig(), model=ModelConfig())  # of the others all is said already
+    idle += idle_settings(looked_at)
+    for warning in [*idle, *warnings, *check_staleness(config, delay=largest_delay(config))]:
         reporter.note(f"warning: {warning}")
     return config
 

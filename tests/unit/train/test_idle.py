@@ -69,3 +69,22 @@ def test_what_speaks_of_experts_where_there_are_none(model, sentences):
     found = idle_settings(from_dict({"model": model}))
     assert len(found) == len(sentences)
     assert all(each.startswith(sentence) for each, sentence in zip(found, sentences, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("files", "sentences"),
+    [
+        ([], ["data.text_field has no effect without data.stream"]),
+        (["a.txt", "folder/b.txt.gz"], ["data.text_field has no effect on plain text"]),
+        (["a.txt", "folder/b.jsonl"], []),
+    ],
+)
+def test_a_field_of_the_text_where_nothing_has_fields(tmp_path, files, sentences):
+    (tmp_path / "folder").mkdir()
+    for name in files:
+        (tmp_path / name).touch()
+    stream = [str(tmp_path / name) for name in ("a.txt", "folder") if files]
+    found = idle_settings(from_dict({"data": {"stream": stream, "text_field": "body"}}))
+    assert len(found) == len(sentences)
+    assert all(each.startswith(sentence) for each, sentence in zip(found, sentences, strict=True))
+    assert idle_settings(from_dict({"data": {"stream": stream}})) == []
