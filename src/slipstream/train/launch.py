@@ -43,12 +43,13 @@ from slipstream.train.initial import (
     record_origin,
 )
 from slipstream.train.progress import Reporter
-from slipstream.train.rank import open_run_data, run_here, training_loader, validation_batches
+from slipstream.train.rank import run_here
 from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
 from slipstream.train.torchrun import run_under_torchrun
 from slipstream.train.trackers import check_trackers
+from slipstream.train.workload import open_run_data, training_loader, validation_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from slipstream.models.shapes import check_model
 from slipstream.optim.build import build_optimizers, check_optim
 from slipstream.staleness.checks import check_staleness
 from slipstream.train.delays import largest_delay
-from slipstream.train.rank import training_loader, validation_batches
 from slipstream.train.rundir import RunDir
+from slipstream.train.workload import training_loader, validation_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

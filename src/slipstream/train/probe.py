@@ -30,8 +30,8 @@ from slipstream.optim.state import import_state, join_tensors
 from slipstream.plan.stability import StabilityConfig, max_stable_product
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.curvature import Losses, adaptive_sharpness, root_preconditioner, spectral_sharpness
-from slipstream.train.rank import open_run_data, training_loader
 from slipstream.train.rundir import RunDir
+from slipstream.train.workload import open_run_data, training_loader
 
 ADAM_FAMILY = (torch.optim.Adam, torch.optim.NAdam)
 """Rules whose preconditioner is sqrt(v_hat) + eps of their own state. AdamW is an Adam by class."""

@@ -1,30 +1,24 @@
 """One rank of a run: from settings and a rendezvous to a finished training loop."""
 
 import contextlib
-import dataclasses
 import datetime
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its export list
 
 from slipstream.config import Config
 from slipstream.console import Console
-from slipstream.data import Batch, Dataset, StreamLoader, open_data
-from slipstream.data.loader import Loader
-from slipstream.data.tokenizer import Tokenizer
+from slipstream.data import Dataset
 from slipstream.dataparallel.engine import build_engine
 from slipstream.device import choose_device, settle
 from slipstream.executor import Executor
 from slipstream.microbatches import microbatch_loader
-from slipstream.models.parts import ModelParts
 from slipstream.models.shapes import flops_per_token
-from slipstream.pipeline.runtime import PipelineExecutor, pipeline_spec
+from slipstream.pipeline.runtime import PipelineExecutor
 from slipstream.pipeline.transport import connect
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
 from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
@@ -33,34 +27,12 @@ from slipstream.train.single import SingleExecutor
 from slipstream.train.trace import trace_events, write_trace
 from slipstream.train.trackers import Trackers
 from slipstream.train.trainer import StopFlag, TimedSource, Trainer
+from slipstream.train.workload import OpenWorkload, Workload, of_dataset, open_tokens, timed, training_loader
 
 UNLIMITED = datetime.timedelta(days=365)
 """For waits on the store: writing a checkpoint takes as long as the disk takes."""
 
 Noter = Callable[[int, str], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What a rank trains, and on what.
-
-    Attributes:
-        source: Gives the batches.
-        validation: Batches to evaluate on.
-        data_sha256: Identifies the data.
-        tokenizer: Whose ids the batches hold; ``None``: they hold something else.
-        model: What to train; ``None``: the decoder that the settings describe.
-    """
-
-    source: TimedSource
-    validation: Sequence[Batch]
-    data_sha256: str
-    tokenizer: Tokenizer | None
-    model: ModelParts | None = None
-
-
-OpenWorkload = Callable[[Config, int, Checkpoint | None], Workload]
-"""Takes resolved settings, a rank, and the checkpoint to continue from."""
 
 
 def run_here(
@@ -89,10 +61,10 @@ def run_here(
         executor: Executor
         if config.executor == "dataparallel":
             source = TimedSource(microbatch_loader(config, dataset).batch)
-            work = _of_dataset(config, dataset, source)
+            work = of_dataset(config, dataset, source)
             executor = end.enter_context(contextlib.closing(build_engine(config, source, device=device)))
         else:
-            work = _of_dataset(config, dataset, _timed(training_loader(config, dataset, checkpoint)))
+            work = of_dataset(config, dataset, timed(training_loader(config, dataset, checkpoint)))
             executor = SingleExecutor(config, work.source, device=device)
         return _train_here(config, executor, work, reporter=reporter, device=device, checkpoint=checkpoint, stop=stop)
 
@@ -155,7 +127,7 @@ def run_pipeline_rank(
     num_ranks = config.pipeline.num_stages
     transport = connect(store, rank=rank, num_ranks=num_ranks, device=device, timeout_s=config.pipeline.timeout_s)
     resumed = open_checkpoint(checkpoint, verify=False) if checkpoint is not None else None
-    work = (open_workload or _open_tokens)(config, rank, resumed)
+    work = (open_workload or open_tokens)(config, rank, resumed)
     executor = PipelineExecutor(
         config,
         work.source,
@@ -225,96 +197,6 @@ def gather_through(store: Store, purpose: str, *, rank: int, num_ranks: int) -> 
         return [json.loads(store.get(key)) for key in keys]
 
     return gather
-
-
-def open_run_data(config: Config, *, verify: bool = True) -> Dataset:
-    """Open the data that a run's settings name.
-
-    Raises:
-        DataError: See :func:`slipstream.data.open_data`.
-    """
-    data = config.data
-    return open_data(data.path, stream=data.stream, text_field=data.text_field, verify=verify)
-
-
-def training_loader(config: Config, dataset: Dataset, checkpoint: Checkpoint | None = None) -> Loader | StreamLoader:
-    """Return the endless training batches.
-
-    Args:
-        config: Resolved settings.
-        dataset: Opened data.
-        checkpoint: Where reading goes on. Only a stream needs to know; other data than it was saved with is read from
-            its beginning.
-
-    Raises:
-        DataError: The split has less than one batch; the checkpoint does not say where to go on.
-    """
-    if dataset.stream is not None:
-        stream = StreamLoader(
-            dataset.stream,
-            sequence_length=config.data.sequence_length,
-            batch_size=config.batch_size,
-            seed=config.data.seed,
-        )
-        if checkpoint is not None:
-            is_same = checkpoint.manifest["data_sha256"] == dataset.digest()
-            stream.resume(checkpoint.step, checkpoint.manifest.get("data_state") if is_same else None)
-        return stream
-    return Loader(
-        dataset.train,
-        sequence_length=config.data.sequence_length,
-        batch_size=config.batch_size,
-        seed=config.data.seed,
-    )
-
-
-def validation_batches(config: Config, dataset: Dataset) -> list[Batch]:
-    """Return the batches to evaluate on: of a microbatch's size, the last one padded and masked.
-
-    Raises:
-        DataError: The split has less than one batch.
-    """
-    loader = Loader(
-        dataset.validation,
-        sequence_length=config.data.sequence_length,
-        batch_size=config.train.microbatch_size,
-        sequential=True,
-        max_sequences=config.evaluate.num_sequences,
-    )
-    return [batch for batch, _ in loader]
-
-
-def _open_tokens(config: Config, rank: int, checkpoint: Checkpoint | None) -> Workload:
-    dataset = open_run_data(config, verify=False)
-    source = _timed(training_loader(config, dataset, checkpoint))
-    if dataset.stream is not None and not _reads_tokens(config, rank):
-        source = TimedSource(functools.partial(_untold, config))
-    return _of_dataset(config, dataset, source)
-
-
-def _of_dataset(config: Config, dataset: Dataset, source: TimedSource) -> Workload:
-    return Workload(
-        source=source,
-        validation=validation_batches(config, dataset),
-        data_sha256=dataset.digest(),
-        tokenizer=dataset.tokenizer,
-    )
-
-
-def _timed(loader: Loader | StreamLoader) -> TimedSource:
-    return TimedSource(loader.batch, state=loader.state if isinstance(loader, StreamLoader) else None)
-
-
-def _reads_tokens(config: Config, rank: int) -> bool:
-    """Return whether a rank has the embedding or the head."""
-    spec = pipeline_spec(config)
-    return bool({0, spec.num_stages - 1} & set(spec.stages(rank)))
-
-
-def _untold(config: Config, index: int) -> Batch:
-    """Return a batch for ranks that only count its tokens, in place of encoding text for nothing."""
-    ids = np.zeros((config.batch_size, config.data.sequence_length), dtype=np.int64)
-    return Batch(index=index, inputs=ids, targets=ids)
 
 
 def _trainer(

@@ -5,7 +5,8 @@ from typing import Any
 
 from slipstream.config import Config
 from slipstream.train.processes import RankContext, run_processes
-from slipstream.train.rank import OpenWorkload, run_pipeline_rank
+from slipstream.train.rank import run_pipeline_rank
+from slipstream.train.workload import OpenWorkload
 
 
 def run_ranks(

@@ -30,7 +30,7 @@ from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.probe import ProbeConfig, run_probe
 from slipstream.train.progress import SilentReporter
-from slipstream.train.rank import training_loader
+from slipstream.train.workload import training_loader
 
 
 def small_model():

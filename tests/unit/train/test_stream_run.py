@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
-from slipstream.train.rank import _reads_tokens, _untold
+from slipstream.train.workload import _reads_tokens, _untold
 
 
 @pytest.fixture(scope="module")

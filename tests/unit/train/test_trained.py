@@ -66,8 +66,8 @@ def validation(run_dir: Path, at: int):
 def test_weights_are_those_that_were_evaluated(run):
     from slipstream.data import open_data
     from slipstream.models.llama import cross_entropy_sum
-    from slipstream.train.rank import validation_batches
     from slipstream.train.trained import run_config
+    from slipstream.train.workload import validation_batches
 
     config = run_config(newest_checkpoint(RunDir(run)))
     (batch, *others) = validation_batches(config, open_data(""))
