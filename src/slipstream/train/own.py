@@ -30,7 +30,6 @@ from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
 from slipstream.train.trainer import TimedSource
 from slipstream.train.workload import Workload
-from slipstream.train.workload import Workload
 
 _BY_NAME = ("delay_stages", "delay_roles", "delay_blocks")
 """Settings of :class:`StalenessConfig` that go by the names of the decoder's parameters."""
