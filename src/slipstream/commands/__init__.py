@@ -1,0 +1,1 @@
+"""What each command does: parse, call, print. Imports that take long wait for their command."""
