@@ -11,35 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from drawing import Curve, draw
+
 from slipstream.report.cells import cells_of
 from slipstream.report.grid import ALL, NONE
 from slipstream.report.grid_file import load_grid
 from slipstream.report.lines import thinned
 from slipstream.report.results import read_results
 from slipstream.report.statistics import smoothed_run
-from slipstream.report.svg import Canvas, Scale, draw_axes, padded, tick_format
 from slipstream.report.table import TableRow, at_equal_lr, figure, signed
 from slipstream.train.metrics import quantity
 
 ROOT = Path(__file__).parents[1]
 GRID = ROOT / "configs" / "compare" / "methods.toml"
-WIDTH, PLOT_BOTTOM, LEGEND_TOP, LINE = 560, 238, 292, 19
-
-STYLE = """
-text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif; fill: #5d626b; }
-.title { font-size: 14px; font-weight: 600; fill: #1b1d22; }
-.label { fill: #1b1d22; }
-.paper { fill: #ffffff; }
-.rule, .zero { fill: none; stroke: #e3e2dc; }
-.curve { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.sync { stroke: #2b2f36; stroke-width: 2; }
-.c0 { stroke: #d1383d; } .c1 { stroke: #1f6fd6; } .c2 { stroke: #1f8a4c; } .c3 { stroke: #8a4fd0; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #9aa0a8; } .title, .label { fill: #e8e9eb; } .paper { fill: #1a1d21; }
-  .rule, .zero { stroke: #2d3238; } .sync { stroke: #e8e9eb; }
-  .c0 { stroke: #ff6b6b; } .c1 { stroke: #6aa8ff; } .c2 { stroke: #58c985; } .c3 { stroke: #b892ff; }
-}
-"""
 
 
 class Line(NamedTuple):
@@ -153,46 +137,25 @@ def picture(title: str, lines: Sequence[Line], rows: Mapping[Line, TableRow]) ->
         lines: What to draw, the most important first.
         rows: What came out, by arm.
     """
-    found = [(line, rows[line._replace(label="")]) for line in lines]
-    curves = [row.result.mean_losses for _, row in found]
-    soft = [smoothed_run(curve) for curve in curves]
-    low, high = padded([value for curve in soft for value in curve[len(curve) // 6 :]])
-    tokens = max(row.result.tokens_per_step * len(curve) for (_, row), curve in zip(found, curves, strict=True))
-    canvas = Canvas(LEGEND_TOP + LINE * len(found), label=title, width=WIDTH)
-    x = Scale(low=0, high=tokens, start=52, end=WIDTH - 16)
-    y = Scale(low=low, high=high, start=PLOT_BOTTOM, end=34)
-    canvas.bar(0, 0, canvas.width, canvas.height, "paper")
-    canvas.text((10, 20), title, "title")
-    draw_axes(
-        canvas,
-        x,
-        y,
+    return draw(
+        title,
+        [_curve(index, line, rows[line._replace(label="")]) for index, line in enumerate(lines)],
         x_label="tokens",
         y_label="training loss, nats per token",
-        x_ticks=[(value, quantity(value).replace(".0", "")) for value in x.ticks(5)],
-        y_format=tick_format(y.ticks(6)),
+        x_text=lambda value: quantity(value).replace(".0", ""),
     )
-    canvas.window("plot", x, y)
-    for index, ((line, row), curve) in reversed(list(enumerate(zip(found, soft, strict=True)))):
-        css = f"curve {_colour(index)}"
-        canvas.line(
-            [(x(step * row.result.tokens_per_step), y(loss)) for step, loss in thinned(curve)], css, clip="plot"
-        )
-        at = LEGEND_TOP + LINE * index
-        canvas.line([(14, at - 4), (34, at - 4)], css)
-        canvas.text((42, at), line.label, "label")
-        gap = (
-            f", {signed(row.gap)} above synchronous" if row.gap is not None and not row.arm.is_plain_synchronous else ""
-        )
-        canvas.text((WIDTH - 16, at), f"validation {figure(row.val_loss)}{gap}", anchor="end")
-    size = f'width="{WIDTH}" height="{LEGEND_TOP + LINE * len(found)}"'
-    whole = str(canvas).replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" {size} ', 1)
-    end = whole.index(">") + 1
-    return f"{whole[:end]}<style>{STYLE}</style>{whole[end:]}\n"
 
 
-def _colour(index: int) -> str:
-    return "sync" if index == 0 else f"c{index - 1}"
+def _curve(index: int, line: Line, row: TableRow) -> Curve:
+    is_compared = row.gap is not None and not row.arm.is_plain_synchronous
+    gap = f", {signed(row.gap)} above synchronous" if is_compared else ""
+    tokens = row.result.tokens_per_step
+    return Curve(
+        label=line.label,
+        points=[(step * tokens, loss) for step, loss in thinned(smoothed_run(row.result.mean_losses))],
+        css="sync" if index == 0 else f"c{index - 1}",
+        note=f"validation {figure(row.val_loss)}{gap}",
+    )
 
 
 def rows_by_line(grid_file: Path, folder: Path) -> dict[Line, TableRow]:
