@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from slipstream.report.svg import Canvas, Point, Scale, draw_axes, padded, tick_format
 
-WIDTH, PLOT_BOTTOM, LEGEND_TOP, LINE = 560, 238, 292, 19
+WIDTH, PLOT_BOTTOM, LEGEND_TOP, LINE = 560, 238, 312, 19
 
 STYLE = """
 text { font: 12px system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif; fill: #5d626b; }
@@ -41,7 +41,15 @@ class Curve(NamedTuple):
     note: str = ""
 
 
-def draw(title: str, curves: Sequence[Curve], *, x_label: str, y_label: str, x_text: Callable[[float], str]) -> str:
+def draw(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    x_label: str,
+    y_label: str,
+    x_text: Callable[[float], str],
+    notes: str = "validation loss, and its gap to synchronous",
+) -> str:
     """Return a picture.
 
     Args:
@@ -50,6 +58,7 @@ def draw(title: str, curves: Sequence[Curve], *, x_label: str, y_label: str, x_t
         x_label: Of the axis across.
         y_label: Of the axis up.
         x_text: A tick of the axis across.
+        notes: What the notes of the curves say.
     """
     height = LEGEND_TOP + LINE * len(curves)
     shown = [y for curve in curves for _, y in curve.points[len(curve.points) // 6 :]]
@@ -69,6 +78,7 @@ def draw(title: str, curves: Sequence[Curve], *, x_label: str, y_label: str, x_t
         y_format=tick_format(y.ticks(6)),
     )
     canvas.window("plot", x, y)
+    canvas.text((WIDTH - 16, LEGEND_TOP - LINE), notes, anchor="end")
     for index, curve in reversed(list(enumerate(curves))):
         css = f"curve {curve.css}"
         canvas.line([(x(across), y(up)) for across, up in curve.points], css, clip="plot")

@@ -148,13 +148,13 @@ def picture(title: str, lines: Sequence[Line], rows: Mapping[Line, TableRow]) ->
 
 def _curve(index: int, line: Line, row: TableRow) -> Curve:
     is_compared = row.gap is not None and not row.arm.is_plain_synchronous
-    gap = f", {signed(row.gap)} above synchronous" if is_compared else ""
+    gap = f", {signed(row.gap)}" if is_compared else ""
     tokens = row.result.tokens_per_step
     return Curve(
         label=line.label,
         points=[(step * tokens, loss) for step, loss in thinned(smoothed_run(row.result.mean_losses))],
         css="sync" if index == 0 else f"c{index - 1}",
-        note=f"validation {figure(row.val_loss)}{gap}",
+        note=f"{figure(row.val_loss)}{gap}",
     )
 
 
