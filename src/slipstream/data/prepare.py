@@ -4,7 +4,7 @@ The text is read twice (three times with a BPE tokenizer to train), one document
 the work, which changes nothing of what is written::
 
     survey   every fault is found, documents are counted, hashes bounded    nothing written yet
-    train    BPE alone: from the documents of the training split
+    train    BPE alone: from the documents of the training split, or a sample of them
     write    encode, append each document and its end to its split's shards
 
 The shards are written beside the target and renamed at the end: the target is complete or not there.
@@ -22,6 +22,7 @@ from typing import Literal
 
 from slipstream.data.corpus import Corpus, Survey, split_threshold, survey
 from slipstream.data.files import SourceFile, find_files
+from slipstream.data.learning import sample_bytes, training_texts
 from slipstream.data.manifest import MANIFEST_FILE, Manifest, SourceInfo, SplitInfo, SplitRule, TokenizerInfo
 from slipstream.data.packing import Packed, SplitAt, pack_in_order
 from slipstream.data.processes import Processes
@@ -45,7 +46,6 @@ class Progress:
 
 
 _ENCODE_CHARS = 2**22
-_LEARN_BYTES = 2**28
 _SHARED_BYTES = 2**25
 
 VOCAB_SIZE = 4096
@@ -76,8 +76,8 @@ def prepare(
         sources: Files named `.txt` or `.jsonl`, also with `.gz` or `.zst` after it, `.parquet` or `.arrow`, and folders
             of them.
         out: The folder to make; must not exist, or be empty.
-        tokenizer: `bytes`; `bpe`, trained on the training split alone, and on about 256 MB of it at most; or one that
-            exists.
+        tokenizer: `bytes`; `bpe`, trained on the training split alone, and of a large one on an even sample
+            (see :mod:`slipstream.data.learning`); or one that exists.
         vocab_size: Most tokens of the BPE to train, from 257; without effect otherwise.
         text_field: Field of records that holds the text.
         split_key: Field of records whose equal values stay on one side, such as the author.
@@ -139,7 +139,14 @@ def _prepare(
     if tokenizer == "bytes":
         tokenizer = ByteTokenizer()
     elif isinstance(tokenizer, str):
-        texts = _training_texts(corpus, split, total_bytes=found.num_bytes, progress=progress)
+        total_bytes = found.num_bytes
+        texts = training_texts(
+            corpus,
+            split,
+            total_bytes=total_bytes,
+            most_bytes=sample_bytes(vocab_size),
+            report=lambda done: progress(Progress(phase="train tokenizer", num_bytes=done, total_bytes=total_bytes)),
+        )
         tokenizer = train_bpe(texts, vocab_size=vocab_size)
     with _complete_or_nothing(out) as folder:
         packed = pack_in_order(_batches(corpus), tokenizer=tokenizer, split=split, processes=processes)
@@ -196,22 +203,6 @@ def _check_target(out: Path) -> None:
             raise DataError(f"{out} exists and {what}; nothing was written. Give a new folder, or remove this one.")
     except OSError as error:
         raise DataError(f"cannot use the folder {out}: {error.strerror}. Give another.") from error
-
-
-def _training_texts(
-    corpus: Corpus, split: SplitAt, *, total_bytes: int, progress: Callable[[Progress], None]
-) -> Iterator[str]:
-    """Yield the training side, of a large corpus an even sample: more text hardly changes what is learnt."""
-    sample = SplitAt(salt=f"tokenizer {split.salt}", threshold=min(2**64, 2**64 * _LEARN_BYTES // total_bytes))
-    done, is_first = 0, True
-    for document in corpus.documents():
-        if document.is_empty:
-            continue
-        if split.side(document) == "train" and (is_first or sample.takes(document)):
-            is_first = False
-            yield document.text
-        done += document.num_bytes
-        progress(Progress(phase="train tokenizer", num_bytes=done, total_bytes=total_bytes))
 
 
 def _write_shards(

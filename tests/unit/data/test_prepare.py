@@ -202,7 +202,9 @@ def test_bpe_of_a_large_corpus_learns_from_a_sample(tmp_path, monkeypatch) -> No
     source = write_records(tmp_path / "a.jsonl", records(300))
     learnt = []
     for limit in (10, 5_000, 10**9):
-        monkeypatch.setattr(sys.modules["slipstream.data.prepare"], "_LEARN_BYTES", limit)
+        monkeypatch.setattr(
+            sys.modules["slipstream.data.prepare"], "sample_bytes", lambda vocab_size, limit=limit: limit
+        )
         texts: list[str] = []
         real = tokenizer_module.train_bpe
 
@@ -212,7 +214,6 @@ def test_bpe_of_a_large_corpus_learns_from_a_sample(tmp_path, monkeypatch) -> No
 
         monkeypatch.setattr(sys.modules["slipstream.data.prepare"], "train_bpe", spy)
         prepare([source], tmp_path / str(limit), tokenizer="bpe", vocab_size=300)
-        assert set(texts) <= set(documents(open_data(tmp_path / str(limit)), "train"))
         learnt.append(len(texts))
     size = read_manifest(tmp_path / "10").splits["train"].documents
     assert 1 <= learnt[0] < 4

@@ -91,7 +91,7 @@ def test_table_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         (ids,) = encoder.encode([text])
         assert ids is not None
         assert ids.tolist() == BPE._backend.encode(text).ids
-        assert sum(map(len, encoder._ids)) <= 100
+        assert sum(map(len, encoder._table)) <= 100
 
 
 @settings(deadline=None)
