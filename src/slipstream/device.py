@@ -31,6 +31,17 @@ def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_of(device: torch.device, index: int) -> torch.device:
+    """Return where one of several processes on a machine computes.
+
+    Args:
+        device: Where the first does.
+        index: Which process it is. CUDA devices are given out in turn, again from the first when all are taken; on the
+            processor all compute.
+    """
+    return torch.device("cuda", index % torch.cuda.device_count()) if device.type == "cuda" else device
+
+
 def settle(config: Config, device: torch.device) -> None:
     """Set this process up to compute for a run: its threads, and on CUDA kernels that repeat their bits.
 

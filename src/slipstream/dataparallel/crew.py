@@ -17,6 +17,7 @@ from slipstream.dataparallel.shared import Layout
 from slipstream.dataparallel.transport import PushReader, WeightsFetched
 from slipstream.dataparallel.wire import PushSlots, build_wire
 from slipstream.dataparallel.worker_process import Command, Report, WorkerMain, Workplace, process_main
+from slipstream.device import device_of
 
 LEAVE_S = 5.0
 """How long a process may take to be gone after it was killed."""
@@ -113,7 +114,7 @@ class ProcessCrew(Crew):
         config: Resolved settings.
         weights: Where the server publishes.
         gradient: Layout of a gradient.
-        device: Where workers compute.
+        device: Where the server computes; of several CUDA devices, workers take turns.
         main: What a worker does.
     """
 
@@ -156,7 +157,7 @@ class ProcessCrew(Crew):
             pipe=theirs,
             weights=self._weights,
             gradient=gradient,
-            device=self._device,
+            device=device_of(self._device, worker),
         )
         process = self._run(place, name=f"worker-{worker}")
         theirs.close()

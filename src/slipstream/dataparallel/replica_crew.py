@@ -19,6 +19,7 @@ from slipstream.dataparallel.shared import HeldBoard, Layout
 from slipstream.dataparallel.stage_process import Part, StagePlace
 from slipstream.dataparallel.wire import PushSlots, build_wire
 from slipstream.dataparallel.worker_process import Command, WorkerMain
+from slipstream.device import device_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class ReplicaCrew(ProcessCrew):
         config: Resolved settings.
         boards: Where the server publishes, by stage.
         gradients: Layouts of a gradient's parts, by stage.
-        device: Where the server computes; see :func:`stage_device`.
+        device: Where the server computes; of several CUDA devices, stages take turns.
         main: What a stage does.
     """
 
@@ -110,7 +111,7 @@ class ReplicaCrew(ProcessCrew):
             pipe=theirs,
             weights=self._boards[stage],
             gradient=gradient,
-            device=stage_device(self._device, stage, worker=worker, num_stages=len(self._boards)),
+            device=device_of(self._device, worker * len(self._boards) + stage),
             stage=stage,
             rendezvous=rendezvous,
         )
@@ -152,10 +153,3 @@ class ReplicaCrew(ProcessCrew):
             self._seats.pop(link.pipe, None)
             link.pipe.close()
             link.process.join(LEAVE_S)
-
-
-def stage_device(device: torch.device, stage: int, *, worker: int, num_stages: int) -> torch.device:
-    """Return where a stage computes: on the processor all do, of CUDA devices each stage of a worker has its own."""
-    if device.type != "cuda":
-        return device
-    return torch.device("cuda", (worker * num_stages + stage) % torch.cuda.device_count())
