@@ -322,6 +322,9 @@ class DataParallelConfig:
     run's own, on this machine, that no other can reach."""
     ray_gpus: float = 1.0
     """GPUs that the server and each worker ask Ray for where they compute on CUDA; 0.25: four share one."""
+    ray_transport: Literal["object_store", "c10d"] = "object_store"
+    """What carries weights and gradients (engine `ray`): Ray's object store, or a connection of torch.distributed with
+    each worker."""
     ray_log: Switch = False
     """Show what Ray and the workers' processes print."""
 

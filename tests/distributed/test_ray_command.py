@@ -97,7 +97,9 @@ def folder_of(pids) -> Path:
 
 
 def test_nobody_else_reaches_the_cluster_which_ends_with_the_run(tmp_path):
-    with Command(tmp_path, **TABLES) as command:
+    # Sessions listen as well, on ports of their own.
+    tables = TABLES | {"dataparallel": TABLES["dataparallel"] | {"ray_transport": "c10d"}}
+    with Command(tmp_path, **tables) as command:
         command.wait_for_step(4)
         pids = descendants(command.process.pid)
         folder = folder_of(pids)

@@ -19,6 +19,7 @@ from tests.distributed.test_ray_command import TABLES
 from tests.distributed.worker_mains import microbatch
 
 from slipstream.cli import main
+from slipstream.dataparallel import cycles
 from slipstream.dataparallel.engine import build_engine
 from slipstream.dataparallel.ray_cluster import private_environment
 from slipstream.dataparallel.ray_engine import RayEngine, SynchronousRayEngine
@@ -73,7 +74,15 @@ def inline(config, count):
 # --- the same numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "int8", "mode": "sync"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"wire": "int8", "mode": "sync"},
+        {"ray_transport": "c10d"},
+        {"ray_transport": "c10d", "wire": "int8", "mode": "sync"},
+    ],
+)
 def test_one_worker_is_one_process_bitwise(cluster, options):
     config = settings(
         dataparallel={"num_workers": 1, "emulate_microbatch_ms": 0.0} | options, staleness={"error_feedback": 0.5}
@@ -86,8 +95,9 @@ def test_one_worker_is_one_process_bitwise(cluster, options):
 # --- the failure matrix --------------------------------------------------------------------------------------------
 
 
-def test_a_worker_is_killed_and_one_joins_and_its_machine_dies(cluster):
-    config = settings(pipeline={"num_microbatches": 18})
+@pytest.mark.parametrize("transport", ["object_store", "c10d"])
+def test_a_worker_is_killed_and_one_joins_and_its_machine_dies(cluster, transport):
+    config = settings(pipeline={"num_microbatches": 18}, dataparallel={"ray_transport": transport})
     with running(config) as engine:
         run_until(engine, lambda: engine.step >= 3 and committed(engine))
         assert len({seat.machine for seat in seats(engine).values()}) == 2, "workers are spread over machines"
@@ -114,6 +124,22 @@ def test_a_worker_is_killed_and_one_joins_and_its_machine_dies(cluster):
         run_until(engine, lambda: engine.step >= step + 5)
         assert engine.server.sequencer.ledger.lag < 6 * 18, "no microbatch is left behind"
         assert engine.figures()["pushes_rejected"] == 0
+
+
+def test_a_worker_hangs_in_a_session(cluster, monkeypatch, tmp_path):
+    """It is ended at its deadline, while a gradient is expected of it. The other session goes on; it gets a new one."""
+    monkeypatch.setattr(cycles, "DEADLINE_FLOOR_S", 4.0)
+    config = settings(run_dir=str(tmp_path), dataparallel={"ray_transport": "c10d"})
+    with running(config, worker_mains.stops_once) as engine:
+        run_until(engine, lambda: committed(engine))
+        sessions = {number: seat.gradient for number, seat in seats(engine).items()}
+        run_until(engine, lambda: (tmp_path / "stopped").exists())
+        step = engine.step
+        run_until(engine, lambda: engine.server.sequencer.members[ODD].incarnation == 2)
+        assert engine.step > step + 1, "nobody waits for it"
+        before = committed(engine)
+        run_until(engine, lambda: committed(engine) > before)
+        assert {number: session.is_closed for number, session in sessions.items()} == {0: False, ODD: True}
 
 
 def test_a_worker_becomes_ten_times_slower(cluster):
@@ -173,11 +199,12 @@ def test_a_cluster_that_is_too_small_says_so(cluster):
 # --- how fast ------------------------------------------------------------------------------------------------------
 
 
-def test_exchange_is_timed_on_the_object_store(cluster, capsys):
+@pytest.mark.parametrize("transport", ["object_store", "c10d"])
+def test_exchange_is_timed(cluster, capsys, transport):
     words = ["--engine", "ray", "--megabytes", "1", "--num-workers", "1", "--rounds", "2", "--cycles", "3", "--json"]
-    assert main(["bench", "exchange", *words]) == 0
+    assert main(["bench", "exchange", *words, "--ray-transport", transport]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["settings"]["engine"] == "ray"
+    assert (result["settings"]["engine"], result["settings"]["ray_transport"]) == ("ray", transport)
     for name in ("copy", "exchange", "summed"):
         assert len(result[f"{name}_rounds"]) == 2
         assert min(result[f"{name}_rounds"]) > 0

@@ -77,6 +77,7 @@ def run_bench_exchange(
         "summed_rounds": summed,
         "settings": {
             "engine": config.engine,
+            "ray_transport": config.ray_transport,
             "num_workers": config.num_workers,
             "megabytes": config.megabytes,
             "rounds": config.rounds,
@@ -98,7 +99,7 @@ class _Exchange(contextlib.AbstractContextManager["_Exchange"]):
         self._sums = layout.views(layout.empty())
         self._from, self._to = layout.empty(), layout.empty()
         self._version = 0
-        self._board, self._crew = _transport(config.engine, layout)
+        self._board, self._crew = _transport(config, layout)
         self._board.publish(0, self._masters)
 
     def __enter__(self) -> "_Exchange":
@@ -165,17 +166,17 @@ def _ray(config: BenchExchangeConfig) -> contextlib.AbstractContextManager[None]
     return ray_cluster(DataParallelConfig(), num_cpus=config.num_workers + 1, store_bytes=max(STORE_BYTES, size))
 
 
-def _transport(engine: str, layout: Layout) -> tuple[WeightsOffered, Crew]:
+def _transport(config: BenchExchangeConfig, layout: Layout) -> tuple[WeightsOffered, Crew]:
     """Return what an engine publishes weights with, and its workers."""
-    if engine == "process":
+    if config.engine == "process":
         board = WeightBoard(layout)
         return board, ProcessCrew(Config(), weights=board, gradient=layout, device=_CPU, main=exchange_worker)
     from slipstream.dataparallel.ray_crew import RayCrew
-    from slipstream.dataparallel.ray_store import StoredWeights
+    from slipstream.dataparallel.ray_engine import build_lines
 
-    stored = StoredWeights(layout)
-    crew = RayCrew(Config(), weights=stored, layout=layout, gradient=layout, device=_CPU, main=exchange_worker)
-    return stored, crew
+    run = Config(dataparallel=DataParallelConfig(ray_transport=config.ray_transport))
+    lines = build_lines(run, layout, layout)
+    return lines, RayCrew(run, lines=lines, device=_CPU, main=exchange_worker)
 
 
 def exchange_worker(place: Workplace) -> None:
@@ -207,8 +208,9 @@ def exchange_worker(place: Workplace) -> None:
 def exchange_text(result: dict[str, Any]) -> str:
     """Return the figures for people."""
     settings, (low, _, high) = result["settings"], result["quartiles_share"]
+    engine = f"ray ({settings['ray_transport']})" if settings["engine"] == "ray" else settings["engine"]
     return (
-        f"engine {settings['engine']}, {settings['num_workers']} worker(s), {settings['megabytes']} MB of float32\n"
+        f"engine {engine}, {settings['num_workers']} worker(s), {settings['megabytes']} MB of float32\n"
         f"plain copy of one process         {result['copy_bytes_per_s'] / 1e9:6.2f} GB/s\n"
         f"pushed and pulled                 {result['exchange_bytes_per_s'] / 1e9:6.2f} GB/s, "
         f"{result['share_of_copy']:.0%} of it (quartiles {low:.0%} to {high:.0%})\n"

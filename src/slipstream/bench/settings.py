@@ -89,7 +89,9 @@ class BenchExchangeConfig:
     """Time how weights and gradients pass between the server and worker processes, beside a plain copy of memory."""
 
     engine: Literal["process", "ray"] = "process"
-    """Whose transport: shared memory, or Ray's object store on this machine."""
+    """Whose transport: shared memory, or Ray's on this machine."""
+    ray_transport: Literal["object_store", "c10d"] = "object_store"
+    """Which of Ray's, as dataparallel.ray_transport of a run."""
     num_workers: int = 1
     """Worker processes, all at once."""
     megabytes: int = 100
@@ -109,6 +111,10 @@ def check_exchange(config: BenchExchangeConfig) -> None:
     for field in ("num_workers", "megabytes", "rounds", "cycles"):
         if getattr(config, field) < 1:
             raise ConfigError(f"{field} is {getattr(config, field)}; give 1 or more.")
+    if config.engine != "ray" and config.ray_transport != "object_store":
+        raise ConfigError(
+            f"ray_transport is given, but the engine is '{config.engine}'. Use --engine ray, or leave it out."
+        )
 
 
 def check_settings(config: BenchPipelineConfig) -> None:

@@ -132,7 +132,7 @@ def _check_ray(config: Config) -> None:
         if config.dataparallel.ray_address:
             check_ray_answers(config.dataparallel.ray_address)
         return
-    for name in ("ray_address", "ray_gpus", "ray_log"):
+    for name in ("ray_address", "ray_gpus", "ray_transport", "ray_log"):
         if getattr(config.dataparallel, name) != getattr(DataParallelConfig(), name):
             raise ConfigError(
                 f"dataparallel.{name} is given, but the engine is '{config.engine}'. Use --engine ray, or leave it out."

@@ -152,8 +152,11 @@ def _start(folder: Path, *, num_cpus: int, store_bytes: int, log: bool) -> None:
 def store_bytes(config: Config) -> int:
     """Return how large the object store of a cluster of our own is.
 
-    Two versions of the weights, and two gradients of each worker: one that is being added up and one that arrives.
+    Two versions of the weights, and two gradients of each worker: one that is being added up and one that arrives. None
+    of that where sessions carry them.
     """
+    if config.dataparallel.ray_transport != "object_store":
+        return STORE_BYTES
     size = 4 * num_parameters(config.model)
     return max(STORE_BYTES, int(1.25 * size * (2 + 2 * config.dataparallel.num_workers)))
 

@@ -11,11 +11,10 @@ from slipstream.config import Config
 from slipstream.dataparallel.crew import Crew, Heard, Seat
 from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.ray_cluster import cpus_of_worker, import_ray
-from slipstream.dataparallel.ray_store import ArrivedPushes, StoredWeights
 from slipstream.dataparallel.ray_worker import Turn, WorkerActor
-from slipstream.dataparallel.shared import Layout
-from slipstream.dataparallel.wire import build_wire
+from slipstream.dataparallel.transport import Line, Lines
 from slipstream.dataparallel.worker_process import Command, Failed, Report, Result, WorkerMain
+from slipstream.errors import StageError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -24,14 +23,14 @@ class RaySeat(Seat):
 
     Attributes:
         actor: Handle.
-        gradient: Where it pushes.
+        gradient: The line to it.
         process: Its number on its machine; 0: it has not come yet.
         machine: Ray's name of that.
         told_s: When it was given what it is at.
     """
 
     actor: Any
-    gradient: ArrivedPushes
+    gradient: Line
     process: int = 0
     machine: str = ""
     told_s: float = 0.0
@@ -45,28 +44,16 @@ class RayCrew(Crew):
 
     Args:
         config: Resolved settings.
-        weights: Where the server publishes.
-        layout: Of those weights.
-        gradient: Layout of a gradient.
+        lines: What carries weights and gradients.
         device: Where workers compute.
         main: What a worker does.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        weights: StoredWeights,
-        layout: Layout,
-        gradient: Layout,
-        device: torch.device,
-        main: WorkerMain,
-    ) -> None:
+    def __init__(self, config: Config, *, lines: Lines, device: torch.device, main: WorkerMain) -> None:
         self._ray = import_ray()
         self._config = config
-        self._weights = weights
-        self._gradient = gradient
-        self._arguments = (layout, torch.device(device.type))
+        self._lines = lines
+        self._device = torch.device(device.type)
         self._main = main
         self._calls: dict[Any, RaySeat] = {}
         self._words: collections.deque[Heard] = collections.deque()
@@ -94,9 +81,9 @@ class RayCrew(Crew):
         for seat in [seat for seat in self._seats if seat.worker == worker]:
             seat.is_retired = True
             self._end(seat)
-        actor = self._actors.remote(self._main, self._config, worker, *self._arguments)
-        gradient = ArrivedPushes(build_wire(self._config.dataparallel), self._gradient)
-        seat = RaySeat(worker=worker, actor=actor, gradient=gradient)
+        line = self._lines.open()
+        actor = self._actors.remote(self._main, self._config, worker, line.far_end, self._device)
+        seat = RaySeat(worker=worker, actor=actor, gradient=line)
         self._seats.append(seat)
         self._calls[actor.begin.remote()] = seat
         return seat
@@ -123,14 +110,15 @@ class RayCrew(Crew):
     def _take(self, seat: RaySeat, call: Any) -> None:
         try:
             turn: Turn = self._ray.get(call)
-        except self._ray.exceptions.RayError as error:
-            self._forget(seat)
+            for report, parcel in turn.reports:
+                if isinstance(report, Result):
+                    seat.gradient.arrive(report.push.sequence, parcel)
+        except (self._ray.exceptions.RayError, StageError) as error:
+            self._end(seat)
             self._words += Heard(seat=seat, report=Failed(trace=str(error))), Heard(seat=seat, report=None)
             return
         seat.process, seat.machine = turn.process, turn.machine
-        for report, parcel in turn.reports:
-            if isinstance(report, Result) and parcel is not None:
-                seat.gradient.arrive(report.push.sequence, parcel)
+        for report, _ in turn.reports:
             self._words.append(Heard(seat=seat, report=self._timed(seat, report)))
         if turn.has_ended:
             self._end(seat)
@@ -149,8 +137,8 @@ class RayCrew(Crew):
         if seat not in self._seats:
             return
         seat.told_s = time.monotonic()
-        if isinstance(command, Order):
-            seat.actor.offer.remote(command.version, [self._weights.reference(command.version)])
+        if isinstance(command, Order) and (note := seat.gradient.offer(command.version)) is not None:
+            seat.actor.offer.remote(command.version, [note])
         self._calls[seat.actor.answer.remote(command)] = seat
 
     def close(self) -> None:
@@ -168,3 +156,4 @@ class RayCrew(Crew):
             self._seats.remove(seat)
         for call in [call for call, other in self._calls.items() if other is seat]:
             del self._calls[call]
+        seat.gradient.close()

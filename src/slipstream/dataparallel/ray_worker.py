@@ -5,6 +5,7 @@ import os
 import queue
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ import torch
 from slipstream.config import Config
 from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.ray_cluster import import_ray
-from slipstream.dataparallel.ray_store import FetchedWeights, Parcel, WrittenPushes
-from slipstream.dataparallel.shared import Layout
-from slipstream.dataparallel.wire import build_wire
+from slipstream.dataparallel.transport import FarEnd
 from slipstream.dataparallel.worker_process import Calibrate, Failed, Report, Result, WorkerMain, Workplace
 
 
@@ -23,13 +22,13 @@ class Turn:
     """What a worker has said between two commands.
 
     Attributes:
-        reports: With the gradient that belongs to each, if one does.
+        reports: With what the transport sends along with each, if anything.
         has_ended: It will say nothing more.
         process: Its number on its machine.
         machine: Ray's name of that.
     """
 
-    reports: list[tuple[Report, Parcel | None]]
+    reports: list[tuple[Report, Any]]
     has_ended: bool
     process: int
     machine: str
@@ -38,15 +37,15 @@ class Turn:
 class _Turns:
     """A pipe whose other end is calls: a command is answered by all that is said before the next is asked for."""
 
-    def __init__(self, pushes: WrittenPushes) -> None:
-        self._pushes = pushes
+    def __init__(self, end: FarEnd) -> None:
+        self._end = end
         self._machine = str(import_ray().get_runtime_context().get_node_id())
         self._commands: queue.SimpleQueue[Order | Calibrate | None] = queue.SimpleQueue()
         self._turns: queue.SimpleQueue[Turn] = queue.SimpleQueue()
-        self._reports: list[tuple[Report, Parcel | None]] = []
+        self._reports: list[tuple[Report, Any]] = []
 
     def send(self, report: Report, /) -> None:
-        parcel = self._pushes.take(report.push.sequence) if isinstance(report, Result) else None
+        parcel = self._end.take(report.push.sequence) if isinstance(report, Result) else None
         self._reports.append((report, parcel))
 
     def recv(self) -> Any:
@@ -74,17 +73,16 @@ class WorkerActor:
         main: What a worker does.
         config: Resolved settings.
         worker: Its number.
-        weights: Layout of published weights.
+        far_end: Opens this end of its line.
         device: Where to compute.
     """
 
-    def __init__(self, main: WorkerMain, config: Config, worker: int, weights: Layout, device: torch.device) -> None:
-        self._weights = FetchedWeights(weights)
-        pushes = WrittenPushes(build_wire(config.dataparallel))
-        self._turns = _Turns(pushes)
-        place = Workplace(
-            config=config, worker=worker, pipe=self._turns, weights=self._weights, gradient=pushes, device=device
-        )
+    def __init__(
+        self, main: WorkerMain, config: Config, worker: int, far_end: Callable[[], FarEnd], device: torch.device
+    ) -> None:
+        self._end = end = far_end()
+        self._turns = _Turns(end)
+        place = Workplace(config=config, worker=worker, pipe=self._turns, weights=end, gradient=end, device=device)
         threading.Thread(target=self._work, args=(main, place), daemon=True).start()
 
     def _work(self, main: WorkerMain, place: Workplace) -> None:
@@ -98,14 +96,14 @@ class WorkerActor:
         """Return what the worker says when it is ready."""
         return self._turns.hear()
 
-    def offer(self, version: int, reference: list[Any]) -> None:
+    def offer(self, version: int, note: list[Any]) -> None:
         """Learn where a version lies that the next order reads.
 
         Args:
             version: Which.
-            reference: Alone in a list, so that Ray does not fetch it now, in a time that nobody measures.
+            note: Alone in a list, so that Ray does not fetch it now, in a time that nobody measures.
         """
-        self._weights.offer(version, reference[0])
+        self._end.offer(version, note[0])
 
     def answer(self, command: Order | Calibrate | None) -> Turn:
         """Carry out a command."""

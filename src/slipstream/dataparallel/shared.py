@@ -211,14 +211,16 @@ class GradientSlots:
 
     Args:
         layout: Of a gradient.
+        count: Slots; with one, the worker is not done with a push before the server is.
+        is_shared: Whether other processes map them.
 
     Cost:
         Two gradients. To push one costs one copy; the server adds it up from here.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, count: int = 2, is_shared: bool = True) -> None:
         self._layout = layout
-        self._buffers = layout.shared(2)
+        self._buffers = layout.shared(count) if is_shared else torch.zeros((count, layout.size), dtype=layout.dtype)
 
     @cached_property
     def _views(self) -> list[dict[str, Tensor]]:
@@ -231,7 +233,7 @@ class GradientSlots:
     def write(self, sequence: int, tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
         """Write the gradient of a push; return the names of parameters that have none."""
         idle = []
-        for name, view in self._views[sequence % 2].items():
+        for name, view in self._views[sequence % len(self._buffers)].items():
             tensor = tensors[name]
             if tensor is None:
                 idle.append(name)
@@ -246,4 +248,9 @@ class GradientSlots:
             sequence: Number of the push.
             idle: What :meth:`write` gave.
         """
-        return {name: None if name in idle else view for name, view in self._views[sequence % 2].items()}
+        views = self._views[sequence % len(self._buffers)]
+        return {name: None if name in idle else view for name, view in views.items()}
+
+    def flat(self, sequence: int) -> Tensor:
+        """Return the slot of a push as one tensor."""
+        return self._buffers[sequence % len(self._buffers)]

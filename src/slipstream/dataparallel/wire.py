@@ -227,16 +227,21 @@ class PushSlots:
     Args:
         wire: Of both sides.
         gradient: Layout of a gradient.
+        count: Of slots.
+        is_shared: Whether other processes map them.
 
     Cost:
         Two gradients in the wire's format. One that is not exact costs the worker an encoding and, to know the error, a
         decoding; and the server a decoding and the memory of a gradient while it adds one up.
     """
 
-    def __init__(self, wire: Wire, gradient: Layout) -> None:
+    def __init__(self, wire: Wire, gradient: Layout, *, count: int = 2, is_shared: bool = True) -> None:
         self._wire = wire
         self._names = tuple(gradient.shapes)
-        self._slots = {part: GradientSlots(layout) for part, layout in wire.layouts(gradient).items()}
+        self._slots = {
+            part: GradientSlots(layout, count=count, is_shared=is_shared)
+            for part, layout in wire.layouts(gradient).items()
+        }
 
     @property
     def is_reference(self) -> bool:
@@ -270,6 +275,10 @@ class PushSlots:
             parts = {part: tensor for part, held in found.items() if (tensor := held[name]) is not None}
             gradient[name] = self._wire.decode(parts) if parts else None
         return gradient
+
+    def flats(self, sequence: int) -> list[Tensor]:
+        """Return the slots of a push, a flat tensor for each part."""
+        return [slots.flat(sequence) for slots in self._slots.values()]
 
 
 class WireTally:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.config import DataParallelConfig
-from slipstream.dataparallel.ray_store import ArrivedPushes, WrittenPushes, as_bytes, copy_bytes
+from slipstream.dataparallel.ray_store import StoreEnd, StoreLine, as_bytes, copy_bytes
 from slipstream.dataparallel.shared import Layout
 from slipstream.dataparallel.wire import build_wire
 
@@ -15,6 +15,11 @@ LAYOUT = Layout(shapes=SHAPES, dtype=torch.float32)
 def gradient(seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def ends(wire):
+    end = StoreEnd(LAYOUT, wire=wire)
+    return end, StoreLine(wire, LAYOUT, reference=lambda version: None, far_end=lambda: end)
 
 
 def frozen(parcel):
@@ -29,7 +34,7 @@ def frozen(parcel):
 def test_a_gradient_arrives_as_the_wire_carries_it_and_may_be_changed(name):
     wire = build_wire(DataParallelConfig(wire=name))
     sent = gradient() | {"b": None}
-    written, arrived = WrittenPushes(wire), ArrivedPushes(wire, LAYOUT)
+    written, arrived = ends(wire)
     said = written.write(4, sent, key=9)
     arrived.arrive(4, frozen(written.take(4)))
     found = arrived.read(4, said.idle)
@@ -45,7 +50,7 @@ def test_a_gradient_arrives_as_the_wire_carries_it_and_may_be_changed(name):
 
 def test_what_the_server_rejects_is_not_kept():
     wire = build_wire(DataParallelConfig())
-    written, arrived = WrittenPushes(wire), ArrivedPushes(wire, LAYOUT)
+    written, arrived = ends(wire)
     for sequence in range(1, 6):
         written.write(sequence, gradient(sequence), key=sequence)
         arrived.arrive(sequence, written.take(sequence))

@@ -230,9 +230,10 @@ def test_a_ray_cluster_that_is_not_there_is_named(tmp_path, capsys, monkeypatch,
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_of_ray_belong_to_its_engine():
-    config = resolve(settings("unused", dataparallel={"ray_address": "head:6379"}), vocab_size=257, cuda=False)
-    with pytest.raises(ConfigError, match=r"ray_address is given, but the engine is 'inline'"):
+@pytest.mark.parametrize(("name", "value"), [("ray_address", "head:6379"), ("ray_transport", "c10d")])
+def test_settings_of_ray_belong_to_its_engine(name, value):
+    config = resolve(settings("unused", dataparallel={name: value}), vocab_size=257, cuda=False)
+    with pytest.raises(ConfigError, match=rf"{name} is given, but the engine is 'inline'"):
         check_dataparallel(config)
 
 
