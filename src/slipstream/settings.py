@@ -151,7 +151,8 @@ class OptimConfig:
     """The rule that turns a gradient into an update, and its step size."""
 
     name: str = "adamw"
-    """`adamw`, `muon`, or the dotted name of any torch.optim.Optimizer."""
+    """A short name (`adamw`, `muon`, ...: docs/methods/rules.md has them all), or the dotted name of any
+    torch.optim.Optimizer."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -159,9 +160,10 @@ class OptimConfig:
     args: Table = dataclasses.field(default_factory=dict)
     """Further arguments of the optimizer named above (on the command line: a JSON object)."""
     adamw_lr: float | None = None
-    """With muon: peak learning rate of the parameters AdamW keeps (embedding, head, vectors); none: lr."""
+    """With muon and other rules for matrices: peak learning rate of what AdamW keeps (embedding, head, vectors); none:
+    lr."""
     adamw_args: Table = dataclasses.field(default_factory=dict)
-    """With muon: further arguments of that AdamW (on the command line: a JSON object)."""
+    """With those rules: further arguments of that AdamW (on the command line: a JSON object)."""
     max_grad_norm: float = 1.0
     """Global gradient norm above which the gradient is scaled down; 0: never."""
     lr_schedule: LrSchedule = "cosine"
