@@ -1,9 +1,11 @@
 """Shows a run elsewhere as well: TensorBoard, wandb, trackio. Each is an extra, and none can sink a run."""
 
 import importlib.util
+import io
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,9 +99,11 @@ class Trackio:
     def __init__(self, config: Config, *, identity: str, resume_step: int) -> None:
         import trackio  # an extra
 
-        self._run = trackio.init(
-            project=PROJECT, name=identity, resume="allow", config=to_dict(config), embed=False, auto_log_gpu=False
-        )
+        self._trackio = trackio
+        with _unheard():
+            self._run = trackio.init(
+                project=PROJECT, name=identity, resume="allow", config=to_dict(config), embed=False, auto_log_gpu=False
+            )
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
         """Send."""
@@ -107,7 +111,13 @@ class Trackio:
 
     def close(self, *, failed: bool) -> None:
         """Send the rest."""
-        self._run.finish()
+        with _unheard():
+            self._trackio.finish()  # not the run's own: it would be finished once more, aloud, when Python ends
+
+
+def _unheard() -> AbstractContextManager[Any]:
+    """Keep what a package tells of itself out of the log, of which programs read each line; warnings still show."""
+    return redirect_stdout(io.StringIO())
 
 
 KINDS: Mapping[str, Callable[..., Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}

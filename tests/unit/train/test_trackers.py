@@ -4,6 +4,10 @@ import importlib.util
 import inspect
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -194,6 +198,47 @@ def test_wandb_offline_keeps_a_run_that_can_be_synced(tmp_path, monkeypatch):
     folders = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}"))
     assert len(folders) >= 1
     assert all(list(folder.glob("*.wandb")) for folder in folders)
+    # Its own process writes the end of a file after `finish` has come back.
+    unwritten, deadline = {file for folder in folders for file in folder.glob("*.wandb")}, time.monotonic() + 30
+    while unwritten and time.monotonic() < deadline:
+        unwritten = {file for file in unwritten if b"train/loss" not in file.read_bytes()}
+        time.sleep(0.02)
+    assert not unwritten
+
+
+def test_trackio_gives_back_what_it_was_shown(tmp_path):
+    """In a process of its own, because the place is read from the environment when the package is imported."""
+    pytest.importorskip("trackio")
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept")}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKIO_PROGRAM, str(tmp_path)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)  # and nothing else: the log is read by programs
+    identity = json.loads((tmp_path / "trackers.json").read_text())["id"]
+    assert told["runs"] == [identity]
+    assert [(row["step"], row["train/loss"]) for row in told["rows"]] == [(1, 2.5), (2, 2.25), (3, 2.5), (4, 2.25)]
+    assert told["rows"][0]["train/grad_norm"] == math.inf
+    assert told["notes"] == []
+
+
+TRACKIO_PROGRAM = """
+import json, math, sys
+import trackio
+from slipstream.config import from_dict
+from slipstream.train.trackers import Trackers
+
+notes = []
+config = from_dict({"run_dir": sys.argv[1], "log": {"trackers": ["trackio"]}})
+for resume_step in (0, 2):
+    shown = Trackers(config, note=notes.append, resume_step=resume_step)
+    shown.row({"step": resume_step + 1, "loss": 2.5, "grad_norm": math.inf}, of="train")
+    shown.row({"step": resume_step + 2, "loss": 2.25, "grad_norm": 1.0}, of="train")
+    shown.close()
+runs = [run.name for run in trackio.Api().runs("slipstream")]
+rows = trackio.sqlite_storage.SQLiteStorage.get_logs("slipstream", runs[0])
+print(json.dumps({"notes": notes, "runs": runs, "rows": rows}, default=str))
+"""
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
