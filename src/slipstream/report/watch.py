@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from slipstream.config import Config, load_toml
 from slipstream.errors import ConfigError
 from slipstream.report.runs import counted
-from slipstream.report.watch_screen import screen
+from slipstream.report.watch_screen import fitting, screen
 from slipstream.report.workers import newest_figures
 from slipstream.train.metrics import log_line
 from slipstream.train.rundir import RunDir
@@ -186,7 +186,8 @@ def watch(
 
     Args:
         run: Run directory.
-        console: A terminal shows a screen that is redrawn; anything else gets lines as ``train`` writes them.
+        console: A terminal shows a screen that is redrawn, and keeps the last picture; anything else, and a terminal
+            that cannot move its cursor, gets lines as ``train`` writes them.
         interval_s: Seconds between two looks.
         sleep: Waits.
 
@@ -200,7 +201,7 @@ def watch(
     if not interval_s > 0:
         raise ConfigError(f"the interval is {interval_s:g} seconds; give more than 0.")
     follower = Follower(Path(run))
-    show = _draw if console.is_terminal else _print
+    show = _draw if console.is_terminal and not console.is_dumb_terminal else _print
     try:
         show(follower, console, interval_s, sleep)
     except KeyboardInterrupt:
@@ -211,12 +212,21 @@ def watch(
 
 
 def _draw(follower: Follower, console: Console, interval_s: float, sleep: Callable[[float], None]) -> None:
+    """Draw on the terminal's other screen, where nothing is left of what was drawn at another size; leave the last."""
     follower.update()
-    with Live(screen(follower.view), console=console, auto_refresh=False, transient=False) as live:
-        while not follower.view.has_ended:
-            sleep(interval_s)
-            follower.update()
-            live.update(screen(follower.view), refresh=True)
+
+    def picture() -> RenderableType:
+        return fitting(follower.view, console)
+
+    try:
+        if not follower.view.has_ended:
+            with Live(picture(), console=console, auto_refresh=False, screen=True) as live:
+                while not follower.view.has_ended:
+                    sleep(interval_s)
+                    follower.update()
+                    live.update(picture(), refresh=True)
+    finally:
+        console.print(screen(follower.view))
 
 
 def _print(follower: Follower, console: Console, interval_s: float, sleep: Callable[[float], None]) -> None:

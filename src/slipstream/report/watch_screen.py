@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -23,17 +23,30 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "failed": "bold red", "unknown": "yellow"}
 
 MAX_WORKERS = 12
-"""With a row of their own."""
+"""With a row of their own, where the terminal is high enough."""
 
 
-def screen(view: "View") -> RenderableType:
-    """Return the whole picture of a run."""
+def fitting(view: "View", console: Console) -> RenderableType:
+    """Return the picture of a run with as many workers as the terminal has lines for."""
+    picture = screen(view)
+    too_many = len(console.render_lines(picture)) - console.height
+    if too_many <= 0:
+        return picture
+    num_workers = len(newest_figures(view.rows).get("microbatches_by_worker", {}))
+    told_of_more = num_workers <= MAX_WORKERS  # a line that comes in addition
+    return screen(view, max_workers=max(min(num_workers, MAX_WORKERS) - too_many - told_of_more, 0))
+
+
+def screen(view: "View", *, max_workers: int = MAX_WORKERS) -> RenderableType:
+    """Return the picture of a run, with at most so many workers in rows of their own."""
     num_steps = view.config.train.num_steps
     head = Table.grid(expand=True, padding=(0, 1))
-    head.add_column(ratio=1)
+    head.add_column(ratio=1, no_wrap=True)
     head.add_column(justify="right")
     head.add_row(Text(view.name, style="bold"), Text(view.state, style=STYLES[view.state]))
-    parts: list[RenderableType] = [head, ProgressBar(total=num_steps, completed=view.step)]
+    bar = Table.grid(expand=True)  # a bar alone leaves its line open, and what follows is lost beyond the edge
+    bar.add_row(ProgressBar(total=num_steps, completed=view.step))
+    parts: list[RenderableType] = [head, bar]
     if view.rows:
         eta = "" if view.has_ended else f", {duration(view.eta_s)} left"
         parts += [
@@ -45,7 +58,7 @@ def screen(view: "View") -> RenderableType:
         ]
     else:
         parts.append(Text("no step yet", style="dim"))
-    if workers := _workers(view):
+    if workers := _workers(view, max_workers):
         parts += [Text(), workers]
     parts += [Text(f"! {warning}", style="bold yellow") for warning in view.warnings]
     if view.message:
@@ -120,7 +133,7 @@ def sparkline(values: Sequence[float], *, width: int = 40, low: float | None = N
     return "".join(BLOCKS[min(int((mean - bottom) / span * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
 
 
-def _workers(view: "View") -> RenderableType | None:
+def _workers(view: "View", max_workers: int) -> RenderableType | None:
     """Return who did how much, as of the newest row that says so."""
     found = newest_figures(view.rows)
     done: Mapping[str, int] = found.get("microbatches_by_worker", {})
@@ -128,11 +141,11 @@ def _workers(view: "View") -> RenderableType | None:
         return None
     total = max(sum(done.values()), 1)
     table = Table.grid(padding=(0, 2, 0, 0))
-    for worker, count in sorted(done.items(), key=lambda item: int(item[0]))[:MAX_WORKERS]:
+    for worker, count in sorted(done.items(), key=lambda item: int(item[0]))[:max_workers]:
         bar = "█" * round(20 * count / max(done.values(), default=1)) if count else ""
         table.add_row(Text(f"worker {worker}", style="dim"), Text(bar, style="cyan"), f"{count / total:.1%}")
-    if len(done) > MAX_WORKERS:
-        table.add_row(Text(f"and {len(done) - MAX_WORKERS} more", style="dim"), "", "")
+    if len(done) > max_workers:
+        table.add_row(Text(f"and {len(done) - max_workers} more", style="dim"), "", "")
     share = f"{found['throughput_share']:.1%} of the workers' own speeds, {found['pushes_rejected']} gradients rejected"
     table.add_row(Text("all", style="dim"), share, "")
     return table

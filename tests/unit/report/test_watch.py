@@ -18,7 +18,7 @@ from tests.unit.report.fake_runs import worker_run, write_lines, write_run
 from slipstream.config import from_dict
 from slipstream.errors import ConfigError
 from slipstream.report.watch import Follower, Tail, end_text, watch
-from slipstream.report.watch_screen import screen, sparkline
+from slipstream.report.watch_screen import fitting, screen, sparkline
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
@@ -136,6 +136,87 @@ def test_the_screen_shows_figures_curves_workers_and_warnings(tmp_path):
         ):
             assert expected in shown, expected
         assert re.search("[▁▂▃▄▅▆▇█]{20}", shown)
+
+
+def terminal(width=80, height=24, term="xterm-256color"):
+    return Console(
+        file=io.StringIO(),
+        width=width,
+        height=height,
+        force_terminal=True,
+        _environ={"TERM": term},
+        legacy_windows=False,
+    )
+
+
+def without_colours(shown):
+    return re.sub(r"\x1b\[[\d;]*m", "", shown)
+
+
+@pytest.mark.parametrize("width", [120, 80, 40])
+def test_a_terminal_shows_the_step_below_a_whole_bar(tmp_path, width):
+    """A bar in colours fills its line, and does not end it."""
+    path = write_run(tmp_path / "run", num_steps=40, finished=False)
+    follower = Follower(path)
+    follower.update()
+    console = terminal(width)
+    console.print(screen(follower.view))
+    lines = without_colours(text(console)).splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert lines[3].startswith("│ step 20 of 40"), lines[:5]
+
+
+@pytest.mark.parametrize("how", ["it stops", "ctrl-c"])
+def test_a_terminal_is_drawn_on_aside_and_keeps_the_last_picture(tmp_path, how):
+    path = write_run(tmp_path / "run", num_steps=40, finished=False)
+    rows = read_json_lines(path / "metrics.jsonl")
+    write_lines(path / "metrics.jsonl", rows[:4])
+    console, looks = terminal(), []
+    with Claim(RunDir(path)) as claim:
+        claim.take()
+
+        def sleep(seconds):
+            looks.append(seconds)
+            write_lines(path / "metrics.jsonl", rows[: 4 * len(looks)])
+            if len(looks) == 3 and how == "ctrl-c":
+                raise KeyboardInterrupt
+            if len(looks) == 3:
+                claim.stopped = True
+                claim.__exit__(None, None, None)
+
+        assert watch(path, console=console, sleep=sleep) == (130 if how == "ctrl-c" else 0)
+        claim.stopped = True
+    before, aside, after = re.split(r"\x1b\[\?1049[hl]", text(console))
+    assert not before.strip()
+    assert "step 4 of 40" in aside
+    assert text(console).rfind("\x1b[?25h") > text(console).rfind("\x1b[?25l"), "the cursor is back"
+    assert after.count("╭") == 1
+    kept = without_colours(after)
+    assert ("step 8 of 40" if how == "ctrl-c" else "step 12 of 40") in kept
+    assert ("state saved; continue with" in kept) == (how == "it stops")
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path):
+    write_run(tmp_path / "run", num_steps=40, evaluate_every=20)
+    console = terminal(term="dumb")
+    assert watch(tmp_path / "run", console=console) == 0
+    assert text(console).startswith("step 40/40 | loss ")
+
+
+@pytest.mark.parametrize(("missing", "shown"), [(0, 4), (1, 2), (2, 1), (3, 0), (99, 0)])
+def test_workers_for_whom_there_is_no_room_are_counted(tmp_path, missing, shown):
+    path = worker_run(tmp_path / "run", finished=False)
+    follower = Follower(path)
+    follower.update()
+    console = terminal()
+    whole = len(console.render_lines(screen(follower.view)))
+    console.height = max(whole - missing, 1)
+    lines = console.render_lines(fitting(follower.view, console))
+    assert len(lines) == max(whole - missing, whole - 3)
+    told = ["".join(segment.text for segment in line) for line in lines]
+    assert sum(bool(re.search(r"worker \d", line)) for line in told) == shown
+    assert any(f"and {4 - shown} more" in line for line in told) == (shown < 4)
+    assert any("restart" in line for line in told)
 
 
 def test_the_time_left_is_what_was_seen(tmp_path):
