@@ -1,0 +1,368 @@
+"""Loss against tokens and against the clock: synchronous training and 2BW, with and without error feedback.
+
+    slipstream compare configs/compare/wall_clock.toml --run-dir RUN_DIR
+    python benchmarks/wall_clock.py score RUN_DIR --blimp blimp.tar.xz
+    python benchmarks/wall_clock.py time RUN_DIR --out RUN_DIR/times.json
+    python benchmarks/wall_clock.py write RUN_DIR RUN_DIR/times.json \\
+        --out benchmarks/results/wall_clock.md --pictures docs/pictures
+
+A pipeline trains bitwise what one process with the same delay trains, so the losses come from the grid, which other
+work on the machine does not disturb. `time` then runs the first steps of each arm as a pipeline of two stages, in turns
+over several rounds on a machine that does nothing else, and refuses to go on when a loss differs from the grid's in a
+bit. The clock of an arm is its number of steps times its median step; evaluations are no part of it.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from drawing import Curve, draw
+
+from slipstream.report.cells import Cell, cells_of
+from slipstream.report.grid import NONE
+from slipstream.report.grid_file import load_grid
+from slipstream.report.lines import thinned
+from slipstream.report.results import read_results
+from slipstream.report.statistics import smoothed_run
+from slipstream.report.table import TableRow, at_equal_lr, figure, percent, signed
+from slipstream.train.metrics import quantity, read_json_lines
+
+ROOT = Path(__file__).parents[1]
+GRID = ROOT / "configs" / "compare" / "wall_clock.toml"
+NUM_WARMUP_STEPS = 3
+"""Steps of a timed run that are not counted: the pipeline fills, memory is taken. Nor is the last: it drains."""
+
+
+class Case(NamedTuple):
+    """What is timed: an arm of the grid as a pipeline."""
+
+    rule: str
+    remedy: str
+    delay: int
+    num_microbatches: int
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return label(self.rule, self.remedy, self.delay)
+
+
+def label(rule: str, remedy: str, delay: int) -> str:
+    """Return the name of an arm in tables and pictures."""
+    kind = "synchronous (1F1B)" if delay == 0 else "2BW" if remedy == NONE else "2BW + error feedback"
+    return f"{rule.replace('adamw', 'AdamW').replace('muon', 'Muon')}, {kind}"
+
+
+def plain(rule: str) -> str:
+    """Return a rule without what its row of the grid says of the rate, which costs no time."""
+    return rule.split(",")[0]
+
+
+def first_cells(grid: Path) -> dict[tuple[str, str, int], Cell]:
+    """Return the first seed's cell of each arm."""
+    found: dict[tuple[str, str, int], Cell] = {}
+    for cell in cells_of(load_grid(grid)):
+        found.setdefault((cell.arm.rule, cell.arm.remedy, cell.arm.delay), cell)
+    return found
+
+
+def command(*arguments: str) -> str:
+    """Run a command of slipstream and return what it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli", *arguments],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    return done.stdout
+
+
+def score(folder: Path, *, grid: Path, blimp: str, limit: int | None) -> None:
+    """Add each finished cell's accuracy on BLiMP to ``blimp.json``, on the optimizer's own weights y."""
+    path = folder / "blimp.json"
+    scores = json.loads(path.read_text()) if path.exists() else {}
+    for cell in cells_of(load_grid(grid)):
+        run = folder / "cells" / cell.folder
+        if cell.folder in scores or not (run / "summary.json").exists():
+            continue
+        items = ("--limit", str(limit)) if limit else ()
+        asked = ("--task", "blimp", "--file", blimp, "--weights", "y", *items, "--json")
+        scores[cell.folder] = json.loads(command("eval", str(run), *asked))
+        path.write_text(json.dumps(scores, indent=1) + "\n")
+        print(f"{cell.folder}: {scores[cell.folder]}", flush=True)
+
+
+def one_timing(case: Case, run: Path, *, num_steps: int) -> dict[str, list[float]]:
+    """Train the first steps of a cell as a pipeline of two stages.
+
+    Raises:
+        SystemExit: With the grid's own number of microbatches, a loss is not the grid's to the bit.
+    """
+    config = tomllib.loads((run / "config.toml").read_text())
+    num_microbatches, train = config["pipeline"]["num_microbatches"], config["train"]
+    schedule = "two_bw" if case.delay else "one_f_one_b"
+    with tempfile.TemporaryDirectory() as folder:
+        command(
+            *("train", "--config", str(run / "config.toml"), "--run-dir", f"{folder}/run", "--executor", "pipeline"),
+            *("--pipeline.num-stages", "2", "--pipeline.pipeline-schedule", schedule),
+            *("--pipeline.num-microbatches", str(case.num_microbatches)),
+            *("--train.microbatch-size", str(num_microbatches * train["microbatch_size"] // case.num_microbatches)),
+            *("--train.num-steps", str(num_steps), "--optim.lr-total-steps", str(train["num_steps"])),
+            *("--evaluate.every-steps", "0", "--evaluate.num-sequences", "16", "--checkpoint.every-steps", "0"),
+        )
+        rows = read_json_lines(Path(folder) / "run" / "metrics.jsonl")
+    expected = [row["loss"] for row in read_json_lines(run / "metrics.jsonl")[:num_steps]]
+    losses = [row["loss"] for row in rows]
+    if case.num_microbatches == num_microbatches and losses != expected:
+        sys.exit(f"{case.label}: the pipeline's losses {losses} are not the grid's {expected}")
+    counted = rows[NUM_WARMUP_STEPS:-1]
+    return {key: [row[key] for row in counted] for key in ("step_s", "bubble_fraction", "tokens_per_s")}
+
+
+def time_arms(
+    folder: Path, *, grid: Path, rounds: int, num_steps: int, num_microbatches: Sequence[int]
+) -> dict[str, Any]:
+    """Time every arm in turns over several rounds."""
+    cells = first_cells(grid)
+    cases = [Case(*arm, m) for m in num_microbatches for arm in cells if arm[0] == plain(arm[0])]
+    rows: dict[Case, list[dict[str, list[float]]]] = {case: [] for case in cases}
+    load_before = os.getloadavg()[0]
+    for number in range(rounds):
+        for case in cases:
+            run = folder / "cells" / cells[case[:3]].folder
+            rows[case].append(one_timing(case, run, num_steps=num_steps))
+            took = statistics.median(rows[case][-1]["step_s"])
+            print(f"round {number + 1}: {case.label}, m = {case.num_microbatches}: {took:.3f} s a step", flush=True)
+    return {
+        "machine": {
+            "cpu": cpu_name(),
+            "num_cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "load_average": [load_before, os.getloadavg()[0]],
+        },
+        "num_steps": num_steps,
+        "cases": [
+            {
+                **case._asdict(),
+                "rounds": [statistics.median(each["step_s"]) for each in rows[case]],
+                **{key: [value for each in rows[case] for value in each[key]] for key in ("step_s", "bubble_fraction")},
+            }
+            for case in cases
+        ],
+    }
+
+
+def cpu_name() -> str:
+    """Return the name of the processor."""
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return found[0].split(":")[1].strip() if found else platform.processor()
+
+
+class Timed(NamedTuple):
+    """Step times of a case over all rounds."""
+
+    median: float
+    low: float
+    high: float
+    bubble: float
+    rounds: Sequence[float]
+
+
+def timings(times: dict[str, Any]) -> dict[Case, Timed]:
+    """Return what `time` has measured."""
+    found = {}
+    for each in times["cases"]:
+        case = Case(each["rule"], each["remedy"], each["delay"], each["num_microbatches"])
+        low, median, high = statistics.quantiles(each["step_s"], n=4)
+        found[case] = Timed(median, low, high, statistics.fmean(each["bubble_fraction"]), each["rounds"])
+    return found
+
+
+def loss_table(rows: Sequence[TableRow], folder: Path) -> Iterator[str]:
+    """Yield losses after equal tokens."""
+    blimp = json.loads((folder / "blimp.json").read_text()) if (folder / "blimp.json").exists() else {}
+    yield "| arm | validation, nats per token | gap to synchronous | share closed | bits per byte | BLiMP |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    synchronous = {row.arm.rule: row.val_loss for row in rows if row.arm.is_plain_synchronous}
+    for row in rows:
+        arm = row.arm
+        gap = signed(row.gap) if row.gap else f"+{row.val_loss.mean - synchronous[plain(arm.rule)].mean:.3f}"
+        scores = [blimp[cell.cell.folder]["acc"] for cell in row.result.cells if cell.cell.folder in blimp]
+        yield (
+            f"| {label(arm.rule, arm.remedy, arm.delay)} | {figure(row.val_loss)} "
+            f"| {gap if arm.delay else ''} | {percent(row.closed) if row.closed and arm.remedy != NONE else ''} "
+            f"| {figure(row.val_bits_per_byte)} | {f'{statistics.fmean(scores):.1%}' if scores else 'n/a'} |"
+        )
+
+
+def time_table(timed: dict[Case, Timed], *, num_steps: int, tokens_per_step: int) -> Iterator[str]:
+    """Yield step times."""
+    yield "| microbatches | arm | step, s | quartiles | tokens/s | idle | minutes for all steps | over synchronous |"
+    yield "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for case, found in sorted(timed.items(), key=lambda item: item[0].num_microbatches):
+        synchronous = timed[Case(case.rule, NONE, 0, case.num_microbatches)]
+        gain = ""
+        if case.delay:
+            single = ", ".join(f"{a / b:.2f}" for a, b in zip(synchronous.rounds, found.rounds, strict=True))
+            gain = f"**{synchronous.median / found.median:.2f}x** ({single})"
+        yield (
+            f"| {case.num_microbatches} | {case.label} | {found.median:.3f} | {found.low:.3f} to {found.high:.3f} "
+            f"| {tokens_per_step / found.median:,.0f} | {found.bubble:.1%} | {num_steps * found.median / 60:.1f} "
+            f"| {gain} |"
+        )
+
+
+def validation_curve(row: TableRow, folder: Path) -> list[tuple[int, float]]:
+    """Return (step, validation loss), the mean over the seeds that finished."""
+    by_step: dict[int, list[float]] = {}
+    for cell in row.result.cells:
+        if cell.kind == "finished":
+            for each in read_json_lines(folder / "cells" / cell.cell.folder / "evaluations.jsonl"):
+                by_step.setdefault(each["step"], []).append(each["val_loss"])
+    return [(step, statistics.fmean(losses)) for step, losses in sorted(by_step.items())]
+
+
+def steps_to(curve: Sequence[tuple[int, float]], level: float) -> float | None:
+    """Return the step at which a falling curve reaches a level, between evaluations on a straight line."""
+    for (before, above), (after, below) in itertools.pairwise(curve):
+        if below <= level:
+            return before + (after - before) * (above - level) / (above - below)
+    return None
+
+
+def level_table(
+    rows: Sequence[TableRow], timed: dict[Case, Timed], folder: Path, *, num_microbatches: int
+) -> Iterator[str]:
+    """Yield the minutes in which each arm comes to some validation losses."""
+    curves = {row.arm: validation_curve(row, folder) for row in rows}
+    ends = sorted(curve[-1][1] for curve in curves.values())
+    levels = np.arange(np.ceil(ends[0] * 4) / 4, ends[-1] + 1.0, 0.25)[::-1]
+    yield "| arm | " + " | ".join(f"{level:.2f}" for level in levels) + " |"
+    yield "| --- |" + " ---: |" * len(levels)
+    for row in rows:
+        arm = row.arm
+        step_s = timed[Case(plain(arm.rule), arm.remedy, arm.delay, num_microbatches)].median
+        reached = [steps_to(curves[arm], level) for level in levels]
+        minutes = ["" if steps is None else f"{steps * step_s / 60:.1f}" for steps in reached]
+        yield f"| {label(arm.rule, arm.remedy, arm.delay)} | " + " | ".join(minutes) + " |"
+
+
+def pictures(rows: Sequence[TableRow], timed: dict[Case, Timed], *, num_microbatches: int, out: Path) -> None:
+    """Draw smoothed training losses by tokens and by the clock."""
+    colours = {"synchronous": "sync", NONE: "c0", "error_feedback": "c1", "adamw, half the rate": "c2"}
+    for name, title, x_label in (
+        ("wall_clock_tokens", "10M parameters, two stages: loss by tokens", "tokens"),
+        ("wall_clock", "The same runs by the clock", "minutes of training on two cores"),
+    ):
+        curves = []
+        for row in rows:
+            arm = row.arm
+            tokens = row.result.tokens_per_step
+            minutes = timed[Case(plain(arm.rule), arm.remedy, arm.delay, num_microbatches)].median / 60
+            unit = tokens if x_label == "tokens" else minutes
+            css = colours["synchronous" if arm.delay == 0 else arm.remedy if arm.rule == plain(arm.rule) else arm.rule]
+            points = [(step * unit, loss) for step, loss in thinned(smoothed_run(row.result.mean_losses))]
+            end = figure(row.val_loss)
+            note = end if x_label == "tokens" else f"{end} after {points[-1][0]:.1f} min"
+            style = f"{css} other" if arm.rule == "muon" else css
+            curves.append(Curve(label(arm.rule, arm.remedy, arm.delay), points, style, note))
+        x_text = (lambda value: quantity(value).replace(".0", "")) if x_label == "tokens" else "{:g}".format
+        text = draw(
+            title,
+            curves,
+            x_label=x_label,
+            y_label="training loss, nats per token",
+            x_text=x_text,
+            notes="validation loss in the end",
+        )
+        (out / f"{name}.svg").write_text(text, encoding="utf-8")
+
+
+def write(folder: Path, times: dict[str, Any], *, grid: Path, out: Path, into: Path) -> None:
+    """Write the tables and draw the pictures."""
+    rows = [row for row in at_equal_lr(read_results(cells_of(load_grid(grid)), folder / "cells")) if row.val_loss]
+    timed = timings(times)
+    config = rows[0].result.cells[0].cell.config
+    num_steps, m = config.train.num_steps, config.pipeline.num_microbatches
+    machine = times["machine"]
+    lines = [
+        "# Loss by tokens and by the clock, 10M parameters on two cores",
+        "",
+        f"* {machine['cpu']}, {machine['num_cores']} cores, one thread a stage; torch {machine['torch']}",
+        f"* {num_steps} steps of {config.batch_tokens:,} tokens; seeds that finished: "
+        f"{', '.join(str(seed) for seed in rows[0].result.val_loss)}; validation on "
+        f"{config.evaluate.num_sequences * config.data.sequence_length:,} tokens of authors held out",
+        f"* timed: {times['num_steps'] - NUM_WARMUP_STEPS - 1} steps in each of {len(times['cases'][0]['rounds'])} "
+        f"rounds in which the arms took turns; load average before and after: "
+        f"{machine['load_average'][0]:.2f}, {machine['load_average'][1]:.2f}",
+        "",
+        "## After equal tokens",
+        "",
+        *loss_table(rows, folder),
+        "",
+        "## Step times of two stages",
+        "",
+        *time_table(timed, num_steps=num_steps, tokens_per_step=config.batch_tokens),
+        "",
+        f"## Minutes to a validation loss, {m} microbatches",
+        "",
+        f"Between evaluations, every {config.evaluate.every_steps} steps, on a straight line.",
+        "",
+        *level_table(rows, timed, folder, num_microbatches=m),
+    ]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    pictures(rows, timed, num_microbatches=m, out=into)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", type=Path, default=GRID, help="that was trained")
+    actions = parser.add_subparsers(dest="action", required=True)
+    scoring = actions.add_parser("score", help="add BLiMP")
+    timing = actions.add_parser("time", help="time the arms as pipelines")
+    writing = actions.add_parser("write", help="write tables and pictures")
+    for action in (scoring, timing, writing):
+        action.add_argument("run_dir", type=Path, help="of the comparison")
+    scoring.add_argument("--blimp", required=True, help="archive of BLiMP")
+    scoring.add_argument("--limit", type=int, help="most items")
+    timing.add_argument("--rounds", type=int, default=3)
+    timing.add_argument("--steps", type=int, default=15, help="of each timed run")
+    timing.add_argument("--num-microbatches", type=int, nargs="+", default=[2, 4])
+    timing.add_argument("--out", type=Path, required=True)
+    writing.add_argument("times", type=Path, help="what `time` wrote")
+    writing.add_argument("--out", type=Path, required=True)
+    writing.add_argument("--pictures", type=Path, required=True, help="folder of the pictures")
+    args = parser.parse_args()
+    if args.action == "score":
+        score(args.run_dir, grid=args.grid, blimp=args.blimp, limit=args.limit)
+    elif args.action == "time":
+        found = time_arms(
+            args.run_dir,
+            grid=args.grid,
+            rounds=args.rounds,
+            num_steps=args.steps,
+            num_microbatches=args.num_microbatches,
+        )
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        times = json.loads(args.times.read_text())
+        write(args.run_dir, times, grid=args.grid, out=args.out, into=args.pictures)
+
+
+if __name__ == "__main__":
+    main()
