@@ -1,6 +1,7 @@
-"""Draws the pictures of docs/methods from what `slipstream compare configs/compare/methods.toml` has trained.
+"""Draws the pictures of docs/methods from what `slipstream compare` has trained of two grids.
 
-    python benchmarks/methods.py RUN_DIR [--out docs/pictures/methods]
+    python benchmarks/methods.py RUN_DIR [--out docs/pictures/methods]                # configs/compare/methods.toml
+    python benchmarks/methods.py RUN_DIR --grid configs/compare/async_quality.toml    # methods of asynchronous workers
 
 One SVG a page: smoothed training loss of synchronous training, of plain delay, and of the method, mean over seeds, with
 the validation loss and the gap to synchronous (95 % interval over paired seeds) in the legend.
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from drawing import Curve, draw
 
-from slipstream.report.cells import cells_of
+from slipstream.report.cells import Arm, cells_of
 from slipstream.report.grid import ALL, NONE
 from slipstream.report.grid_file import load_grid
 from slipstream.report.lines import thinned
@@ -24,16 +25,29 @@ from slipstream.train.metrics import quantity
 
 ROOT = Path(__file__).parents[1]
 GRID = ROOT / "configs" / "compare" / "methods.toml"
+WORKERS_GRID = ROOT / "configs" / "compare" / "async_quality.toml"
 
 
 class Line(NamedTuple):
-    """An arm of the grid, and what a legend calls it."""
+    """An arm of the grid, what a legend calls it, and how it is drawn if not in its turn; of workers the delay is 1."""
 
     label: str
     remedy: str = NONE
     delay: int = 1
     read: str = ALL
     rule: str = "adamw"
+    workers: str = ""
+    css: str = ""
+
+    @classmethod
+    def of(cls, arm: Arm) -> "Line":
+        """Return what to look an arm up by."""
+        return cls("", arm.remedy, min(arm.delay, 1) if arm.workers else arm.delay, arm.read, arm.rule, arm.workers)
+
+    @property
+    def key(self) -> "Line":
+        """What to look this line up by."""
+        return self._replace(label="", css="")
 
 
 SYNC, DELAY = Line("synchronous", delay=0), Line("delay 1")
@@ -125,8 +139,47 @@ PICTURES: Mapping[str, tuple[str, Sequence[Line]]] = {
             Line("delay 3 everywhere", delay=3),
         ),
     ),
+    "rules": (
+        "A step of delay under four rules",
+        tuple(
+            Line(f"{name}, {kind}", rule=rule, delay=delay, css=f"{css}{dash}")
+            for name, rule, css in (
+                ("AdamW", "adamw", "c0"),
+                ("NAdamW", "nadamw", "c3"),
+                ("Muon", "muon", "c1"),
+                ("basis rotation", "basis_rotation", "c2"),
+            )
+            for kind, delay, dash in (("synchronous", 0, " other"), ("delay 1", 1, ""))
+        ),
+    ),
 }
 """By file name: title and lines."""
+
+_OF_WORKERS = Line("as they are", workers="c = 1")
+
+WORKER_PICTURES: Mapping[str, tuple[str, Sequence[Line]]] = {
+    "agc": (
+        "AdamW, four uneven workers, a gradient a step: AGC",
+        (
+            SYNC,
+            _OF_WORKERS,
+            Line("with AGC, DBS and AALR", "full", workers="c = 1"),
+            Line("without AGC", "all but AGC", workers="c = 1"),
+            Line("damping in place of AGC", "damping in place of AGC", workers="c = 1"),
+        ),
+    ),
+    "aalr": (
+        "AdamW, four uneven workers, a gradient a step: AALR",
+        (
+            SYNC,
+            _OF_WORKERS,
+            Line("with AGC, DBS and AALR", "full", workers="c = 1"),
+            Line("without AALR", "all but AALR", workers="c = 1"),
+            Line("AALR with a threshold of 1", "AALR, threshold 1", workers="c = 1"),
+        ),
+    ),
+}
+"""The same of asynchronous workers."""
 
 
 def picture(title: str, lines: Sequence[Line], rows: Mapping[Line, TableRow]) -> str:
@@ -139,7 +192,7 @@ def picture(title: str, lines: Sequence[Line], rows: Mapping[Line, TableRow]) ->
     """
     return draw(
         title,
-        [_curve(index, line, rows[line._replace(label="")]) for index, line in enumerate(lines)],
+        [_curve(index, line, rows[line.key]) for index, line in enumerate(lines)],
         x_label="tokens",
         y_label="training loss, nats per token",
         x_text=lambda value: quantity(value).replace(".0", ""),
@@ -153,7 +206,7 @@ def _curve(index: int, line: Line, row: TableRow) -> Curve:
     return Curve(
         label=line.label,
         points=[(step * tokens, loss) for step, loss in thinned(smoothed_run(row.result.mean_losses))],
-        css="sync" if index == 0 else f"c{index - 1}",
+        css=line.css or ("sync" if index == 0 else f"c{index - 1}"),
         note=f"{figure(row.val_loss)}{gap}",
     )
 
@@ -161,11 +214,7 @@ def _curve(index: int, line: Line, row: TableRow) -> Curve:
 def rows_by_line(grid_file: Path, folder: Path) -> dict[Line, TableRow]:
     """Return what came out of a grid, by arm."""
     results = read_results(cells_of(load_grid(grid_file)), folder / "cells")
-    return {
-        Line("", row.arm.remedy, row.arm.delay, row.arm.read, row.arm.rule): row
-        for row in at_equal_lr(results)
-        if row.val_loss is not None
-    }
+    return {Line.of(row.arm): row for row in at_equal_lr(results) if row.val_loss is not None}
 
 
 def main() -> None:
@@ -176,8 +225,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = rows_by_line(args.grid, args.run_dir)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, (title, lines) in PICTURES.items():
-        missing = [line for line in lines if line._replace(label="") not in rows]
+    pictures = WORKER_PICTURES if args.grid.name == WORKERS_GRID.name else PICTURES
+    for name, (title, lines) in pictures.items():
+        missing = [line for line in lines if line.key not in rows]
         if missing:
             print(f"{name}: left out, no result for {', '.join(line.label for line in missing)}")
             continue

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from methods import GRID, PICTURES, Line
+from methods import GRID, PICTURES, WORKER_PICTURES, WORKERS_GRID, Line
 
 from slipstream.config import from_dict, resolve
 from slipstream.optim.build import check_optim
@@ -71,20 +71,24 @@ def test_links_between_pages_lead_somewhere():
             assert (path.parent / link).exists(), f"{path.name}: {link}"
 
 
-def test_the_grid_has_an_arm_for_every_line_of_a_picture():
-    arms = {
-        Line("", cell.arm.remedy, cell.arm.delay, cell.arm.read, cell.arm.rule) for cell in cells_of(load_grid(GRID))
-    }
-    for name, (_, lines) in PICTURES.items():
+@pytest.mark.parametrize(("grid", "pictures"), [(GRID, PICTURES), (WORKERS_GRID, WORKER_PICTURES)])
+def test_the_grid_has_an_arm_for_every_line_of_a_picture(grid, pictures):
+    arms = {Line.of(cell.arm) for cell in cells_of(load_grid(grid))}
+    for name, (_, lines) in pictures.items():
         for line in lines:
-            assert line._replace(label="") in arms, f"{name}: {line}"
+            assert line.key in arms, f"{name}: {line}"
         assert lines[0].delay == 0
         assert lines[0].remedy == NONE
 
 
+def test_every_method_has_a_picture():
+    for path in FOLDER.glob("*.md"):
+        assert path.stem in ("README", "beyond") or "](../pictures/methods/" in path.read_text(), path.name
+
+
 def test_every_picture_is_on_a_page():
     shown = "".join(path.read_text() for path in FOLDER.glob("*.md"))
-    for name in PICTURES:
+    for name in (*PICTURES, *WORKER_PICTURES):
         assert f"pictures/methods/{name}.svg" in shown
 
 
