@@ -1,7 +1,6 @@
 """From settings to the parts that one rank holds: modules, master weights, optimizers, update path."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from slipstream.config import Coefficient, Config
+from slipstream.digests import tensor_digest
 from slipstream.executor import Point, Snapshot, StateReader
 from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import StageSpec
@@ -338,17 +338,3 @@ def bind(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Param
         owner, _, attribute = name.rpartition(".")
         module.get_submodule(owner).register_parameter(attribute, leaf)
     return leaves
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes, as 64 hex digits."""
-    data = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
-
-
-def combined_digest(digests: Mapping[str, str]) -> str:
-    """Return one SHA-256 over named digests in name order; the same however the names were spread over ranks."""
-    whole = hashlib.sha256()
-    for name in sorted(digests):
-        whole.update(f"{name}:{digests[name]}\n".encode())
-    return whole.hexdigest()

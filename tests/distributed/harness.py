@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from tests.distributed.pool import CPU, Rank
 
-from slipstream.assembly import combined_digest
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data.loader import Batch
+from slipstream.digests import combined_digest
 from slipstream.executor import Executor, StepReport
 from slipstream.pipeline.runtime import PipelineExecutor
 from slipstream.train.single import SingleExecutor

@@ -7,8 +7,8 @@ from tests.distributed.harness import Run, facts
 from tests.distributed.pool import CPU, Rank
 from torch import nn
 
-from slipstream.assembly import combined_digest
 from slipstream.config import Config, from_dict, resolve
+from slipstream.digests import combined_digest
 from slipstream.models.own import OwnModel
 from slipstream.pipeline.runtime import PipelineExecutor
 from slipstream.train.own import OwnBatch, open_own

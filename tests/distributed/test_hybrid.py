@@ -15,7 +15,7 @@ from tests.distributed.pool import CPU
 from tests.distributed.test_process_engine import Saved, inline, processes, run_steps, run_until
 from tests.distributed.worker_mains import ODD, VOCAB_SIZE, microbatch
 
-from slipstream.assembly import StageParts, combined_digest
+from slipstream.assembly import StageParts
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data.loader import Batch
 from slipstream.dataparallel import cycles
@@ -24,6 +24,7 @@ from slipstream.dataparallel.hybrid_engine import HybridEngine
 from slipstream.dataparallel.server import Server
 from slipstream.dataparallel.shared import Layout
 from slipstream.dataparallel.worker import Replica, Worker
+from slipstream.digests import combined_digest
 from slipstream.models.partition import whole
 from slipstream.train.single import SingleExecutor
 

@@ -15,12 +15,12 @@ from tests.distributed import worker_mains
 from tests.distributed.pool import CPU
 from tests.distributed.worker_mains import ODD, VOCAB_SIZE, microbatch
 
-from slipstream.assembly import combined_digest
 from slipstream.config import Config, config_hash, from_dict, resolve
 from slipstream.dataparallel import cycles
 from slipstream.dataparallel.engine import build_engine
 from slipstream.dataparallel.process_engine import MAX_DEATHS, ProcessEngine
 from slipstream.dataparallel.process_synchronous import SynchronousProcessEngine
+from slipstream.digests import combined_digest
 from slipstream.errors import ConfigError, StageError
 
 NUM_WORKERS = 3

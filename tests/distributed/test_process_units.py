@@ -8,9 +8,9 @@ from tests.distributed.pool import CPU
 from tests.distributed.test_process_engine import running, settings
 from tests.distributed.worker_mains import microbatch
 
-from slipstream.assembly import combined_digest
 from slipstream.dataparallel.inline import InlineEngine
 from slipstream.dataparallel.synchronous import SynchronousEngine
+from slipstream.digests import combined_digest
 
 FIGURES = ("wire_bytes_per_push", "wire_relative_error", "pushes_accepted", "pushes_rejected")
 

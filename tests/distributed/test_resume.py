@@ -13,7 +13,7 @@ from tests.distributed.harness import as_pipeline, batch_of, facts, pipeline_exe
 from tests.distributed.pool import CPU, shared_pool
 from torch.distributed import PrefixStore
 
-from slipstream.assembly import combined_digest
+from slipstream.digests import combined_digest
 from slipstream.train.checkpoint import CheckpointWriter, open_checkpoint
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.assembly import combined_digest
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.dataparallel.engine import build_engine
+from slipstream.digests import combined_digest
 from slipstream.train.single import SingleExecutor
 
 STEPS = 6

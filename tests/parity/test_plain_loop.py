@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.assembly import combined_digest, tensor_digest
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.device import settle
+from slipstream.digests import combined_digest, tensor_digest
 from slipstream.models.llama import whole_model
 from slipstream.optim.muon import Muon
 from slipstream.train.single import SingleExecutor

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.assembly import combined_digest
 from slipstream.config import Config, config_hash, to_dict
+from slipstream.digests import combined_digest
 from slipstream.errors import CheckpointError
 from slipstream.executor import Snapshot
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.assembly import tensor_digest
 from slipstream.config import Config, DataConfig, ModelConfig, StalenessConfig, resolve, to_toml
 from slipstream.data.loader import Batch
 from slipstream.device import choose_device
+from slipstream.digests import tensor_digest
 from slipstream.errors import ConfigError
 from slipstream.models.nested import map_tensors, tensors_of
 from slipstream.models.own import OwnModel, OwnParts

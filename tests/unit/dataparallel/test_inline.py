@@ -3,12 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.assembly import combined_digest
 from slipstream.config import from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.dataparallel.faults import Fault
 from slipstream.dataparallel.inline import InlineEngine
 from slipstream.dataparallel.worker import Worker
+from slipstream.digests import combined_digest
 from slipstream.errors import StageError
 
 CPU = torch.device("cpu")

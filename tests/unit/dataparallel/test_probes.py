@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from slipstream.assembly import combined_digest
 from slipstream.config import from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.dataparallel.inline import InlineEngine
+from slipstream.digests import combined_digest
 from slipstream.errors import ConfigError
 from slipstream.models.llama import cross_entropy_sum
 from slipstream.staleness.checks import check_staleness

@@ -4,7 +4,6 @@ import json
 import pytest
 import torch
 
-from slipstream.assembly import combined_digest
 from slipstream.config import Config, from_dict, resolve
 from slipstream.data import Loader, open_data
 from slipstream.dataparallel.checks import check_dataparallel
@@ -12,6 +11,7 @@ from slipstream.dataparallel.faults import Fault
 from slipstream.dataparallel.inline import InlineEngine
 from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.local_steps import cut
+from slipstream.digests import combined_digest
 from slipstream.errors import ConfigError
 from slipstream.train.single import SingleExecutor
 
