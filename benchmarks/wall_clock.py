@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from drawing import Curve, draw
 
+from slipstream.bench.pipeline import load_average, machine, quartiles
 from slipstream.report.cells import Cell, cells_of
 from slipstream.report.grid import NONE
 from slipstream.report.grid_file import load_grid
@@ -131,7 +130,7 @@ def one_timing(case: Case, run: Path, *, num_steps: int) -> dict[str, list[float
     if case.num_microbatches == num_microbatches and losses != expected:
         sys.exit(f"{case.label}: the pipeline's losses {losses} are not the grid's {expected}")
     counted = rows[NUM_WARMUP_STEPS:-1]
-    return {key: [row[key] for row in counted] for key in ("step_s", "bubble_fraction", "tokens_per_s")}
+    return {key: [row[key] for row in counted] for key in ("step_s", "bubble_fraction")}
 
 
 def time_arms(
@@ -141,7 +140,7 @@ def time_arms(
     cells = first_cells(grid)
     cases = [Case(*arm, m) for m in num_microbatches for arm in cells if arm[0] == plain(arm[0])]
     rows: dict[Case, list[dict[str, list[float]]]] = {case: [] for case in cases}
-    load_before = os.getloadavg()[0]
+    load_before = load_average()
     for number in range(rounds):
         for case in cases:
             run = folder / "cells" / cells[case[:3]].folder
@@ -149,12 +148,7 @@ def time_arms(
             took = statistics.median(rows[case][-1]["step_s"])
             print(f"round {number + 1}: {case.label}, m = {case.num_microbatches}: {took:.3f} s a step", flush=True)
     return {
-        "machine": {
-            "cpu": cpu_name(),
-            "num_cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "load_average": [load_before, os.getloadavg()[0]],
-        },
+        "machine": machine() | {"load_average_before": load_before, "load_average_after": load_average()},
         "num_steps": num_steps,
         "cases": [
             {
@@ -165,12 +159,6 @@ def time_arms(
             for case in cases
         ],
     }
-
-
-def cpu_name() -> str:
-    """Return the name of the processor."""
-    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return found[0].split(":")[1].strip() if found else platform.processor()
 
 
 class Timed(NamedTuple):
@@ -188,7 +176,7 @@ def timings(times: dict[str, Any]) -> dict[Case, Timed]:
     found = {}
     for each in times["cases"]:
         case = Case(each["rule"], each["remedy"], each["delay"], each["num_microbatches"])
-        low, median, high = statistics.quantiles(each["step_s"], n=4)
+        low, median, high = quartiles(each["step_s"])
         found[case] = Timed(median, low, high, statistics.fmean(each["bubble_fraction"]), each["rounds"])
     return found
 
@@ -299,17 +287,17 @@ def write(folder: Path, times: dict[str, Any], *, grid: Path, out: Path, into: P
     timed = timings(times)
     config = rows[0].result.cells[0].cell.config
     num_steps, m = config.train.num_steps, config.pipeline.num_microbatches
-    machine = times["machine"]
+    found = times["machine"]
     lines = [
         "# Loss by tokens and by the clock, 10M parameters on two cores",
         "",
-        f"* {machine['cpu']}, {machine['num_cores']} cores, one thread a stage; torch {machine['torch']}",
+        f"* {found['cpu']}, {found['num_cores']} cores, one thread a stage; torch {found['torch']}",
         f"* {num_steps} steps of {config.batch_tokens:,} tokens; seeds that finished: "
         f"{', '.join(str(seed) for seed in rows[0].result.val_loss)}; validation on "
         f"{config.evaluate.num_sequences * config.data.sequence_length:,} tokens of authors held out",
         f"* timed: {times['num_steps'] - NUM_WARMUP_STEPS - 1} steps in each of {len(times['cases'][0]['rounds'])} "
         f"rounds in which the arms took turns; load average before and after: "
-        f"{machine['load_average'][0]:.2f}, {machine['load_average'][1]:.2f}",
+        f"{found['load_average_before']:.2f}, {found['load_average_after']:.2f}",
         "",
         "## After equal tokens",
         "",
@@ -341,8 +329,8 @@ def main() -> None:
     scoring.add_argument("--blimp", required=True, help="archive of BLiMP")
     scoring.add_argument("--limit", type=int, help="most items")
     timing.add_argument("--rounds", type=int, default=3)
-    timing.add_argument("--steps", type=int, default=15, help="of each timed run")
-    timing.add_argument("--num-microbatches", type=int, nargs="+", default=[2, 4])
+    timing.add_argument("--steps", type=int, default=14, help="of each timed run")
+    timing.add_argument("--num-microbatches", type=int, nargs="+", default=[2])
     timing.add_argument("--out", type=Path, required=True)
     writing.add_argument("times", type=Path, help="what `time` wrote")
     writing.add_argument("--out", type=Path, required=True)
