@@ -312,6 +312,16 @@ def publish_method(config: Config, optimizers: Mapping[str, torch.optim.Optimize
     return method
 
 
+def check_publish(config: Config) -> None:
+    """Refuse settings that :func:`publish_method` would refuse, before a model is built or anything is written.
+
+    Raises:
+        ConfigError: As there.
+    """
+    tiny = {"matrix": nn.Parameter(torch.ones(4, 4)), "vector": nn.Parameter(torch.ones(4))}
+    publish_method(config, build_optimizers(tiny, config.optim, role={"matrix": "q", "vector": "norm"}.__getitem__))
+
+
 def _error_feedback(coefficient: Coefficient, *, delay: int) -> PublishMethod:
     if coefficient != "auto":
         return build_publish_method(coefficient)

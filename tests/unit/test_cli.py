@@ -139,6 +139,13 @@ def test_resume_needs_no_config_file(tmp_path):
     assert len(read_json_lines(tmp_path / "run" / "metrics.jsonl")) == 4
 
 
+def test_resume_needs_no_config_file_in_the_default_run_directory_either(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("train", *SMALL, "--train.num-steps", 1) == 0
+    assert run("train", "--resume", "--train.num-steps", 2) == 0
+    assert len(read_json_lines(Path("runs/default/metrics.jsonl"))) == 2
+
+
 @pytest.mark.parametrize("command", ["", "train", "data", "data prepare", "data inspect", "config show", "doctor"])
 def test_every_command_explains_itself(command, capsys):
     assert run(*command.split(), "--help") == 0
@@ -225,6 +232,9 @@ def test_a_run_directory_in_use_is_refused_and_left_alone(tmp_path, capsys):
     assert "already holds a run" in capsys.readouterr().err
     assert train(tmp_path, "--overwrite", "--resume") == 2
     assert train(tmp_path, "--overwrite", "--model.num-heads", 3) == 2, "a wrong setting must not cost the old run"
+    predicted = ("--optim.name", "muon", "--staleness.delay", 1, "--staleness.prediction", "xpipe")
+    assert train(tmp_path, "--overwrite", *predicted) == 2
+    assert "momentum" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 

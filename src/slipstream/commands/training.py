@@ -73,8 +73,8 @@ def _parse_config_args(kind: type[Args], argv: Sequence[str], *, prog: str) -> A
     """Parse flags over a config file over the defaults."""
     early = _early_values(argv, ("--config", "--run-dir"))
     path = early["--config"]
-    if path is None and "--resume" in argv and early["--run-dir"] is not None:
-        own = Path(early["--run-dir"]) / "config.toml"
+    if path is None and "--resume" in argv:
+        own = Path(early["--run-dir"] or Config().run_dir) / "config.toml"
         path = str(own) if own.exists() else None
     base = load_toml(path) if path else Config()
     tables = {field.name: getattr(base, field.name) for field in dataclasses.fields(Config)}

@@ -16,6 +16,7 @@ from slipstream.report.grid_file import load_grid
 from slipstream.report.render import render
 from slipstream.report.results import write_json
 from slipstream.report.verdict import switch_sentence
+from slipstream.train.disk import AGAIN, write_whole
 
 NUM_SEEDS, TOLERANCE = 3, 0.005
 """With `--from`, where nothing else is asked for."""
@@ -101,8 +102,8 @@ def compare_grid(
         return None
     comparison = evaluate(grid, cells, folder / CELLS, judge=judge)
     write_json(folder / "table.json", comparison.to_json())
-    (folder / "table.md").write_text(comparison.to_markdown(), encoding="utf-8")
-    (folder / "report.html").write_text(render(comparison, folder / CELLS), encoding="utf-8")
+    write_whole(folder / "table.md", comparison.to_markdown(), then=AGAIN)
+    write_whole(folder / "report.html", render(comparison, folder / CELLS), then=AGAIN)
     return comparison
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from slipstream.report.cells import Arm, Cell
 from slipstream.report.statistics import spikes
 from slipstream.report.workers import RunOfWorkers, run_of_workers
+from slipstream.train.disk import AGAIN, write_whole
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.outcome import Kind, read_outcome
 from slipstream.train.rundir import RunDir
@@ -163,6 +164,4 @@ def failures(results: Sequence[ArmResult]) -> list[CellResult]:
 
 def write_json(path: Path, value: object) -> None:
     """Write a file whole or not at all."""
-    staged = path.with_suffix(".tmp")
-    staged.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    staged.replace(path)
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n", then=AGAIN)

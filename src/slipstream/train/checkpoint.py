@@ -77,9 +77,10 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         try:
             return pending.result()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                f"cannot save a checkpoint in {self._folder}: {error.strerror or error}. Free space or choose another "
+                f"cannot save a checkpoint in {self._folder}: {reason}. Free space or choose another "
                 "run directory, then go on with --resume."
             ) from error
 

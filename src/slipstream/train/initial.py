@@ -16,6 +16,7 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import whole
 from slipstream.models.shapes import expert_width, head_dim
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, run_manifest
+from slipstream.train.disk import write_whole
 from slipstream.train.export import check_logits
 from slipstream.train.rundir import RunDir
 from slipstream.train.trained import TrainedModel, open_trained
@@ -52,7 +53,7 @@ def open_origin(path: str | Path) -> tuple[TrainedModel, str]:
 
 def record_origin(run_dir: RunDir, source: TrainedModel) -> None:
     """Note in a run's directory whose weights it begins with."""
-    run_dir.origin.write_text(json.dumps(_origin_of(source), indent=1) + "\n", encoding="utf-8")
+    write_whole(run_dir.origin, json.dumps(_origin_of(source), indent=1) + "\n")
 
 
 def check_no_origin(run_dir: RunDir) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.assembly import check_publish
 from slipstream.config import (
     PIPELINE_TOO,
     SINGLE_ONLY,
@@ -32,6 +33,7 @@ from slipstream.staleness.checks import check_staleness
 from slipstream.staleness.groups import check_cuts
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.delays import largest_delay
+from slipstream.train.disk import write_whole, writing
 from slipstream.train.handover import handover_note
 from slipstream.train.idle import idle_settings
 from slipstream.train.initial import (
@@ -180,6 +182,7 @@ def prepare_run(
         _check_cuts(config, config.dataparallel.num_stages)
     for warning in [*idle_settings(config), *check_staleness(config, delay=largest_delay(config))]:
         reporter.note(f"warning: {warning}")
+    check_publish(config)
     loader = training_loader(config, dataset)
     validation_batches(config, dataset)
     checkpoint = (
@@ -190,9 +193,10 @@ def prepare_run(
     run_dir.prepare(resume=resume, begin=claim.take if claim else None)
     if origin is not None:
         record_origin(run_dir, origin)  # first: without its step 0 the run must not go on from weights that are drawn
-    run_dir.config.write_text(to_toml(config))
-    run_dir.tokenizer.mkdir(exist_ok=True)
-    dataset.tokenizer.save(run_dir.tokenizer)
+    write_whole(run_dir.config, to_toml(config))
+    with writing(run_dir.tokenizer):
+        run_dir.tokenizer.mkdir(exist_ok=True)
+        dataset.tokenizer.save(run_dir.tokenizer)
     if origin is not None:
         checkpoint = initial_checkpoint(config, origin, dataset)
         reporter.note(f"beginning with {described}; sha256 {checkpoint.manifest['weights_sha256'][:12]}")

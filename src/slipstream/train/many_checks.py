@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from slipstream.assembly import publish_method
+from slipstream.assembly import check_publish
 from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, load_toml, resolve, to_dict
 from slipstream.data import Dataset, open_data
 from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.device import choose_device
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.shapes import check_model
-from slipstream.optim.build import build_optimizers, check_optim
+from slipstream.optim.build import check_optim
 from slipstream.staleness.checks import check_staleness
 from slipstream.train.delays import largest_delay
 from slipstream.train.rundir import RunDir
@@ -94,8 +93,7 @@ def _check(config: Config, dataset: Dataset, device: torch.device) -> list[str]:
     warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)
     # What has no effect at a delay, a grid leaves out by itself, and its controls are meant.
     warnings += check_staleness(config, delay=largest_delay(config), controls=False)
-    tiny = {"matrix": nn.Parameter(torch.ones(4, 4)), "vector": nn.Parameter(torch.ones(4))}
-    publish_method(config, build_optimizers(tiny, config.optim, role={"matrix": "q", "vector": "norm"}.__getitem__))
+    check_publish(config)
     training_loader(config, dataset)
     validation_batches(config, dataset)
     return warnings

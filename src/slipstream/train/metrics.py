@@ -1,7 +1,9 @@
 """Metrics: JSON lines on disk, running figures, and the log line."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import resource
 import statistics
 import sys
@@ -13,6 +15,7 @@ import torch
 
 from slipstream.errors import CheckpointError
 from slipstream.models.moe import RouterReport
+from slipstream.train.disk import write_whole, writing
 
 PEAK_FLOPS_BF16: Mapping[str, float] = {
     "H200": 989e12,
@@ -31,19 +34,38 @@ class JsonLines:
     Args:
         path: Created when missing.
         resume_step: Rows with a larger ``step`` are removed first: a resumed run makes them anew.
+
+    Raises:
+        CheckpointError: The file cannot be read or written.
     """
 
     def __init__(self, path: Path, *, resume_step: int = 0) -> None:
         kept = [row for row in read_json_lines(path) if row["step"] <= resume_step] if path.exists() else []
-        staged = path.with_suffix(".tmp")
-        staged.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        staged.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._path = path
+        self.num_kept = len(kept)
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one object; floats keep full precision."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Append one object; floats keep full precision.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        with writing(self._path):
+            try:
+                self._file.write(json.dumps(row) + "\n")
+                self._file.flush()
+            except OSError:
+                with contextlib.suppress(OSError):  # or Python tries again, and complains, when the process ends
+                    self._file.close()
+                raise
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk, so that no checkpoint that follows is ahead of them."""
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -51,19 +73,26 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file; a last line cut short by a crash is left out.
+    """Return the objects of a JSON-lines file of a run; a last line cut short by a crash is left out.
 
     Raises:
-        CheckpointError: A line before the last is not JSON.
+        CheckpointError: The file cannot be read, or a line before the last is no object with a ``step``.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Restore it, or remove it.") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            _ = int(row["step"])
+            rows.append(row)
+        except (ValueError, LookupError, TypeError) as error:
             if number < len(lines):
-                raise CheckpointError(f"{path}, line {number} is not JSON; mend or remove the line.") from error
+                raise CheckpointError(
+                    f"{path}, line {number} is no JSON object with a 'step'; mend or remove the line."
+                ) from error
     return rows
 
 

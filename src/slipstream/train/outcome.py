@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError
+from slipstream.train.disk import AGAIN, write_whole, writing
 from slipstream.train.rundir import RunDir
 
 FAILURE = "failure.json"
@@ -35,9 +36,10 @@ class Outcome:
 
 def write_failure(run_dir: Path, outcome: Outcome) -> None:
     """Leave word of a run that did not finish."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    with writing(run_dir, then=AGAIN):
+        run_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": outcome.kind, "message": outcome.message}, indent=1)
-    (run_dir / FAILURE).write_text(text + "\n", encoding="utf-8")
+    write_whole(run_dir / FAILURE, text + "\n", then=AGAIN)
 
 
 def clear_failure(run_dir: Path) -> None:

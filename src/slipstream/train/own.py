@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.assembly import check_publish
 from slipstream.config import Config, DataConfig, ModelConfig, StalenessConfig, resolve, to_toml
 from slipstream.data.loader import Batch
 from slipstream.device import choose_device
@@ -21,6 +22,7 @@ from slipstream.staleness.async_checks import COMPENSATORS
 from slipstream.staleness.checks import check_staleness
 from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.delays import largest_delay
+from slipstream.train.disk import write_whole
 from slipstream.train.idle import idle_settings
 from slipstream.train.launch import check_schedule, checkpoint_to_resume, keep_lr_total
 from slipstream.train.progress import Reporter, SilentReporter
@@ -133,7 +135,7 @@ def fit(
         )
     with Claim(run_dir) as claim:
         run_dir.prepare(resume=resume, begin=claim.take)
-        run_dir.config.write_text(to_toml(config))
+        write_whole(run_dir.config, to_toml(config))
         summary = _run(model, data, config, reporter, checkpoint)
         claim.stopped = summary is None
     return summary
@@ -217,6 +219,7 @@ def _checked(config: Config, reporter: Reporter) -> Config:
     idle += idle_settings(looked_at)
     for warning in [*idle, *warnings, *check_staleness(config, delay=largest_delay(config))]:
         reporter.note(f"warning: {warning}")
+    check_publish(config)
     return config
 
 

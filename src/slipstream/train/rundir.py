@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.errors import ConfigError
+from slipstream.train.disk import writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +106,15 @@ class RunDir:
         """
         if resume and overwrite:
             raise ConfigError("--resume and --overwrite exclude each other: continue the run, or begin it anew?")
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            is_file, holds_run = self.path.exists() and not self.path.is_dir(), self.holds_run
+        except OSError as error:
+            raise ConfigError(
+                f"cannot look into the run directory {self.path}: {error.strerror}. Choose another --run-dir."
+            ) from error
+        if is_file:
             raise ConfigError(f"the run directory {self.path} is a file. Choose another --run-dir.")
-        if self.holds_run and not (resume or overwrite):
+        if holds_run and not (resume or overwrite):
             raise ConfigError(
                 f"the run directory {self.path} already holds a run. Continue it with --resume, begin anew with "
                 "--overwrite (its metrics and checkpoints are removed), or choose another --run-dir."
@@ -119,6 +126,10 @@ class RunDir:
         Args:
             resume: Keep everything.
             begin: Called once the folder is there, before anything is removed.
+
+        Raises:
+            ConfigError: The folder cannot be made.
+            CheckpointError: What is in it cannot be removed.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -128,11 +139,11 @@ class RunDir:
             ) from error
         if begin is not None:
             begin()
-        if not resume:
-            for path in self._files():
+        with writing(self.path):
+            for path in [] if resume else self._files():
                 if path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-        for partial in self.checkpoints.glob(".saving-*"):
-            shutil.rmtree(partial)
+            for partial in self.checkpoints.glob(".saving-*"):
+                shutil.rmtree(partial)

@@ -10,11 +10,13 @@ import json
 import os
 import socket
 import time
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
 from slipstream.errors import ConfigError
+from slipstream.train.disk import writing
 from slipstream.train.outcome import read_outcome
 from slipstream.train.rundir import RunDir
 
@@ -55,7 +57,7 @@ class Claim:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._path = run_dir.status
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self.stopped = False
 
     def take(self) -> None:
@@ -63,9 +65,11 @@ class Claim:
 
         Raises:
             ConfigError: Another process trains there.
+            CheckpointError: Nothing can be written there.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._path.open("a+", encoding="utf-8")
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         if not _lock(file, exclusive=True):
             other = read_status(self._path.parent)
             file.close()
@@ -95,10 +99,12 @@ class Claim:
     def _write(self, state: State, message: str = "") -> None:
         assert self._file is not None
         word = Status(state=state, message=message, pid=os.getpid(), host=socket.gethostname())
+        text = (json.dumps(dataclasses.asdict(word)) + "\n").encode()
         with contextlib.suppress(OSError):  # a full disk must not hide how the run ended
-            self._file.truncate(0)
-            self._file.write(json.dumps(dataclasses.asdict(word)) + "\n")
-            self._file.flush()
+            # Over the last word, whose place on the disk is there; what is left of that one is cut off afterwards.
+            self._file.seek(0)
+            self._file.write(text)
+            self._file.truncate(len(text))
 
 
 def read_status(run_dir: Path) -> Status | None:
@@ -150,7 +156,7 @@ def _whole(file: TextIO) -> dict[str, Any]:
     raise ValueError("no JSON")
 
 
-def _lock(file: TextIO, *, exclusive: bool) -> bool:
+def _lock(file: TextIO | FileIO, *, exclusive: bool) -> bool:
     """Lock a file without waiting; where the file system has no locks, as if it had succeeded for who trains."""
     for _ in range(10 if exclusive else 1):  # one who looks holds the lock for an instant
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.pipeline.actions import COMMUNICATION_OPS, STEP_OPS, Action
+from slipstream.train.disk import write_whole
 
 Event = dict[str, Any]
 """A complete event of the trace format: name, category, begin and length in microseconds, process, thread."""
@@ -55,4 +56,4 @@ def write_trace(path: Path, ranks: Sequence[Sequence[Event]]) -> None:
     """
     start = min((event["ts"] for events in ranks for event in events if "ts" in event), default=0.0)
     moved = [event | {"ts": event["ts"] - start} if "ts" in event else event for events in ranks for event in events]
-    path.write_text(json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"}) + "\n")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from slipstream.config import Config, to_dict, to_toml
 from slipstream.errors import ConfigError
+from slipstream.train.disk import write_whole
 from slipstream.train.rundir import RunDir
 
 PROJECT = "slipstream"
@@ -203,5 +204,5 @@ def _identity(run_dir: RunDir) -> str:
         return str(json.loads(run_dir.trackers.read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError):
         identity = f"{run_dir.path.resolve().name}-{uuid.uuid4().hex[:8]}"
-        run_dir.trackers.write_text(json.dumps({"id": identity}) + "\n", encoding="utf-8")
+        write_whole(run_dir.trackers, json.dumps({"id": identity}) + "\n")
         return identity

@@ -16,9 +16,10 @@ import torch
 from slipstream.config import Config, config_hash
 from slipstream.data.loader import Batch
 from slipstream.data.tokenizer import Tokenizer
-from slipstream.errors import NonFiniteError
+from slipstream.errors import CheckpointError, NonFiniteError
 from slipstream.executor import BatchSource, Executor, StepReport
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, run_manifest
+from slipstream.train.disk import write_whole
 from slipstream.train.evaluate import Evaluation, evaluate
 from slipstream.train.metrics import (
     JsonLines,
@@ -179,6 +180,11 @@ class Trainer:
     def _run(self) -> dict[str, Any] | None:
         executor, config = self._executor, self._config
         self._reporter.start(step=executor.step, num_steps=config.train.num_steps)
+        if self._rank == 0 and self._metrics.num_kept < executor.step:
+            self._reporter.note(
+                f"warning: {self._run_dir.metrics} has rows of {self._metrics.num_kept} of the {executor.step} steps "
+                "so far; figures of the whole run will be of those and what follows"
+            )
         try:
             with stop_signals(self._stop) as stop:
                 if executor.step == 0:
@@ -291,6 +297,9 @@ class Trainer:
 
     def _save(self) -> None:
         step = self._executor.step
+        if self._rank == 0:
+            self._metrics.sync()
+            self._evaluations.sync()
         tokenizer = self._tokenizer.fingerprint() if self._tokenizer is not None else ""
         manifest = run_manifest(self._config, step=step, tokenizer=tokenizer, data_sha256=self._data_sha256)
         if self._initialised_from is not None:
@@ -302,9 +311,20 @@ class Trainer:
         self._writer.save(step, self._executor.snapshot(), manifest)
 
     def _summarize(self) -> dict[str, Any]:
+        """Return and write the figures of the whole run.
+
+        Raises:
+            CheckpointError: Rows have been lost, or nothing can be written.
+        """
         config = self._config
         rows = read_json_lines(self._run_dir.metrics)
         evaluations = read_json_lines(self._run_dir.evaluations)
+        for path, found in ((self._run_dir.metrics, rows), (self._run_dir.evaluations, evaluations)):
+            if not found or found[-1]["step"] != self._executor.step:
+                raise CheckpointError(
+                    f"{path} has no row of step {self._executor.step}, the last, so that the run cannot be summed up. "
+                    "Restore the file, or train on: --resume with a larger --train.num-steps."
+                )
         is_pipeline = config.executor == "pipeline"
         last = evaluations[-1]
         summary = {
@@ -330,7 +350,7 @@ class Trainer:
         if config.checkpoint.keep_best and self._best is not None:
             summary |= {"best_step": self._best["step"], "best_val_loss": self._best["val_loss"]}
         summary |= self._executor.figures()
-        self._run_dir.summary.write_text(json.dumps(summary, indent=1) + "\n")
+        write_whole(self._run_dir.summary, json.dumps(summary, indent=1) + "\n")
         return summary
 
 

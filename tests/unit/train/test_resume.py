@@ -135,6 +135,35 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     assert any("resuming at step 2" in text for text in said)
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe\n", b"[1]\n", b'{"loss": 1.0}\n', b"{\n"])
+def test_a_damaged_row_is_named_and_nothing_is_lost(tmp_path, damage):
+    train(tmp_path, num_steps=2)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(damage + metrics.read_bytes())
+    before = metrics.read_bytes()
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 "):
+        train(tmp_path, num_steps=3, resume=True)
+    assert metrics.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
+def test_lost_rows_are_told(tmp_path, name):
+    """As when the machine lost power: the file is there, its end is not."""
+    train(tmp_path, num_steps=3)
+    file = tmp_path / name
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:1]) + "\0" * 100)
+    said = []
+
+    class Listener(SilentReporter):
+        def note(self, text):
+            said.append(text)
+
+    with pytest.raises(CheckpointError, match=f"{name} has no row of step 3"):
+        train(tmp_path, num_steps=3, resume=True, reporter=Listener())
+    assert any("has rows of 1 of the 3 steps" in text for text in said) == (name == "metrics.jsonl")
+    assert train(tmp_path, num_steps=4, resume=True)["num_steps"] == 4
+
+
 def test_no_complete_checkpoint_at_all_is_an_error_and_nothing_is_lost(tmp_path):
     train(tmp_path, num_steps=2)
     (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{")
