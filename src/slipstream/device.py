@@ -17,7 +17,7 @@ def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
     available = torch.cuda.is_available()
     if config.train.device == "cuda" and not available:
         raise ConfigError(
-            "train.device is 'cuda', but this torch finds no CUDA device. Use --train.device cpu, or install a CUDA "
+            "the device is to be 'cuda', but this torch finds no CUDA device. Give auto or cpu, or install a CUDA "
             "build of torch and check `slipstream doctor`."
         )
     if not available or config.train.device == "cpu":

@@ -9,9 +9,11 @@ from tests.distributed.own_models import MODELS, Data, own_on_rank, own_settings
 from tests.distributed.pool import shared_pool
 
 from slipstream.config import resolve
+from slipstream.errors import ConfigError
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.own import fit
 from slipstream.train.progress import SilentReporter
+from slipstream.train.trained import open_trained
 
 
 def as_pipeline(config, num_stages, schedule="two_bw"):
@@ -120,6 +122,8 @@ def test_from_settings_to_summary_and_on_from_a_checkpoint(tmp_path):
         for run in ("one", "two")
     ]
     assert rows[0] == rows[1]
+    with pytest.raises(ConfigError, match="trained a module of your own"):
+        open_trained(tmp_path / "two")
 
 
 def test_a_setting_of_the_decoder_is_said_to_have_no_effect_once(tmp_path):

@@ -144,7 +144,7 @@ def reading(source: SourceFile) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
         raise DataError(f"cannot read {source.file}: {reason}. Check the file and its permissions.") from error
 
 

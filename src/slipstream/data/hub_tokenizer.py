@@ -1,5 +1,6 @@
 """Tokenizers in the files of the Hugging Face hub: writing ours, reading any that has a ``tokenizer.json``."""
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -52,16 +53,34 @@ class HubTokenizer:
         self.vocab_size = max(self._vocabulary.values()) + 1
         self.eos_id = eos_id
         checked_ids([eos_id], vocab_size=self.vocab_size)
+        self._end = self._backend.id_to_token(eos_id) or ""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._without_end(text) if self.eos_id in ids else ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
         """Return the ids of each text, shape (number of tokens,)."""
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+        found = [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+        return [
+            np.array(self._without_end(text), dtype=np.uint32) if (ids == self.eos_id).any() else ids
+            for text, ids in zip(texts, found)
+        ]
+
+    def _without_end(self, text: str) -> list[int]:
+        """Return the ids of a text that spells the end of a document, which is cut there inside the name.
+
+        A vocabulary of whole pieces or words has the name as one of them, special or not.
+        """
+        head, *others = text.split(self._end)
+        parts = [head]
+        for other in others:
+            parts[-1] += self._end[:1]
+            parts.append(self._end[1:] + other)
+        encoded = [self._backend.encode(part, add_special_tokens=False).ids for part in parts]
+        return list(itertools.chain.from_iterable(encoded))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens give nothing.

@@ -66,17 +66,17 @@ def document_of(
         unit: What is to be mended there: `line`, `row`.
 
     Raises:
-        DataError: A field is missing or null, or the text is none that UTF-8 can hold.
+        DataError: A field is missing or null, or is none that UTF-8 can hold.
     """
     value = _field(record, text_field, where=where, unit=unit)
     if not isinstance(value, str):
         raise DataError(f"{where}: the field '{text_field}' must be a text, given {_kind(value)}.")
-    if not value.isascii():
-        _refuse_surrogates(value, where=where, unit=unit)
+    _refuse_surrogates(value, what="the text", where=where, unit=unit)
     group = None
     if split_key is not None:
         named = _field(record, split_key, where=where, unit=unit)
         group = named if isinstance(named, str) else json.dumps(named, sort_keys=True, default=str)
+        _refuse_surrogates(group, what=f"the field '{split_key}'", where=where, unit=unit)
     return Document(text=value, group=group)
 
 
@@ -104,12 +104,14 @@ def _field(record: Mapping[str, Any], name: str, *, where: str, unit: str) -> An
     return record[name]
 
 
-def _refuse_surrogates(text: str, *, where: str, unit: str) -> None:
+def _refuse_surrogates(text: str, *, what: str, where: str, unit: str) -> None:
+    if text.isascii():
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: character {error.start} of the text is half of a surrogate pair ({text[error.start]!r}), which "
+            f"{where}: character {error.start} of {what} is half of a surrogate pair ({text[error.start]!r}), which "
             f"UTF-8 cannot hold. Mend or remove the {unit}."
         ) from error
 

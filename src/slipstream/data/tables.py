@@ -83,6 +83,11 @@ def _checked(source: SourceFile, present: list[str], columns: list[str]) -> list
                 f"{source.file} has no column '{name}'.{nearest(name, present)} Columns here: {listed}. Name another "
                 "(--text-field, --split-key)."
             )
+        if present.count(name) > 1:
+            raise DataError(
+                f"{source.file} has {present.count(name)} columns '{name}', and nothing says which is meant. Rename "
+                "all but one, or name another (--text-field, --split-key)."
+            )
     return columns
 
 
@@ -109,5 +114,5 @@ def _arrow_errors(source: SourceFile) -> Iterator[None]:
         with reading(source):
             yield
     except arrow.ArrowException as error:
-        first = str(error).strip().partition("\n")[0]
+        first = str(error).strip().partition("\n")[0].rstrip(".")
         raise DataError(f"cannot read {source.file}: {first}. Check the file.") from error

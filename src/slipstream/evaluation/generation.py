@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.data.text_checks import check_text
+from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, NonFiniteError
 from slipstream.train.trained import TrainedModel
 
@@ -57,6 +58,7 @@ def generate(
     tokenizer, module = model.need_tokenizer(), model.module(device)
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    model.check_ids(ids)
     start = len(ids)
     while len(ids) < start + max_new_tokens:
         seen = torch.tensor([ids[-model.context_length :]], device=device)
@@ -75,4 +77,10 @@ def generate(
             ids.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
         if ids[-1] == tokenizer.eos_id:
             break
-    return Generation(text=tokenizer.decode(ids[start:]), ids=ids[start:])
+    return Generation(text=_added(tokenizer, ids, start), ids=ids[start:])
+
+
+def _added(tokenizer: Tokenizer, ids: list[int], start: int) -> str:
+    """Return the text of ids from one on; some tokenizers drop the space before the first of all."""
+    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:start])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(ids[start:])

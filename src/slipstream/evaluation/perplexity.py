@@ -92,17 +92,21 @@ def _held_out(tokenizer: Tokenizer, path: str | Path) -> Iterator[_Text]:
             f"the data in {path} was prepared with the tokenizer '{data.tokenizer.name}', which gives a text other ids "
             "than the model's. Give the text itself, or prepare it again with --tokenizer-from the model's folder."
         )
-    counts = data.tokenizer.token_bytes()
     ids: list[int] = []
     for start in range(0, len(data.validation), _READ_TOKENS):
         for token in data.validation.read(start, min(start + _READ_TOKENS, len(data.validation))).tolist():
             if token != tokenizer.eos_id:
                 ids.append(token)
             elif ids:
-                yield _Text(ids=ids, num_bytes=int(counts[ids].sum()))
+                yield _stored(data.tokenizer, ids)
                 ids = []
     if ids:
-        yield _Text(ids=ids, num_bytes=int(counts[ids].sum()))
+        yield _stored(data.tokenizer, ids)
+
+
+def _stored(tokenizer: Tokenizer, ids: list[int]) -> _Text:
+    # Not the sum over the tokens: some tokenizers put a space before a text, which is no part of it.
+    return _Text(ids=ids, num_bytes=len(tokenizer.decode(ids).encode()))
 
 
 def _exp(nats: float) -> float | None:

@@ -53,6 +53,7 @@ class Scorer:
         self.max_length = model.context_length if max_length is None else max_length
         if self.max_length < 1:
             raise ConfigError(f"max_length is {self.max_length}; it must be 1 or more.")
+        self._model = model
         self._module = model.module(device)
         self._device = torch.device(device)
         self._batch_tokens = max(1, min(BATCH_TOKENS, BATCH_LOGITS // model.cfg.vocab_size))
@@ -111,6 +112,7 @@ class Scorer:
             yield _Window(request, tuple(tokens[max(0, end - self.max_length) : end + 1]), end - start)
 
     def _score(self, windows: list[_Window], num_requests: int) -> list[Score]:
+        self._model.check_ids(max(window.tokens) for window in windows)
         totals, greedy = [0.0] * num_requests, [True] * num_requests
         # Choices of one letter share all that the model sees: it computes each input once.
         by_input: dict[tuple[int, ...], list[_Window]] = {}

@@ -130,7 +130,9 @@ def _probe_ids(model: TrainedModel) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randperm(model.cfg.vocab_size, generator=generator)[: min(length, 512)]]
     if model.tokenizer is not None:
-        ids.append(torch.tensor([model.tokenizer.eos_id, *model.tokenizer.encode(PROBE_TEXT)][:length]))
+        text = [model.tokenizer.eos_id, *model.tokenizer.encode(PROBE_TEXT)]
+        model.check_ids(text)
+        ids.append(torch.tensor(text[:length]))
     return [each.unsqueeze(0) for each in ids]
 
 

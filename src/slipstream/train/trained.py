@@ -1,7 +1,7 @@
 """A trained model with its tokenizer, from a run directory or from a model folder of the Hugging Face hub."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -63,6 +63,21 @@ class TrainedModel:
             raise DataError(f"{self.path} has no tokenizer. Put its tokenizer.json there.")
         return self.tokenizer
 
+    def check_ids(self, ids: Iterable[int]) -> None:
+        """Make sure that the model has every id that its tokenizer gave a text.
+
+        A tokenizer may name more than the model has, such as one for padding that nobody uses.
+
+        Raises:
+            DataError: It has not.
+        """
+        largest = max(ids, default=0)
+        if largest >= self.cfg.vocab_size:
+            raise DataError(
+                f"the tokenizer of {self.path} gives the id {largest}, the model has the ids 0 to "
+                f"{self.cfg.vocab_size - 1}: they belong to different models. Restore its tokenizer's files."
+            )
+
 
 def open_trained(path: str | Path, *, weights: Point = "x", checkpoint: str = NEWEST) -> TrainedModel:
     """Read a trained model.
@@ -74,8 +89,8 @@ def open_trained(path: str | Path, *, weights: Point = "x", checkpoint: str = NE
 
     Raises:
         CheckpointError: There is no such complete checkpoint, or a file is missing or damaged.
-        ConfigError: ``path`` is neither; its architecture is not supported; ``y`` or a checkpoint was asked of a model
-            folder.
+        ConfigError: ``path`` is neither, or the run of a module of one's own; its architecture is not supported; ``y``
+            or a checkpoint was asked of a model folder.
         DataError: The tokenizer is not that of the checkpoint, or cannot be read.
     """
     path = Path(path)
@@ -146,6 +161,11 @@ def run_config(checkpoint: Checkpoint) -> Config:
 
 
 def _of_run(run_dir: RunDir, weights: Point, checkpoint: Checkpoint) -> TrainedModel:
+    if not checkpoint.manifest["tokenizer"]:
+        raise ConfigError(
+            f"the run in {run_dir.path} trained a module of your own, which only your program can build. Give a run of "
+            "`slipstream train`, or load the checkpoint's weights into your module."
+        )
     config = run_config(checkpoint)
     tied = tied_names(config.model)
     prefix = "y" if weights == "y" else f"x@{checkpoint.step}"

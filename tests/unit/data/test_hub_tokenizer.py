@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from slipstream.data.hub_tokenizer import HubTokenizer, open_hub_tokenizer, write_hub_tokenizer
 from slipstream.data.text_checks import same_ids
@@ -81,6 +81,31 @@ def test_bytes_of_a_tokenizer_that_writes_spaces_as_low_lines():
     backend.decoder = decoders.ByteFallback()
     backend.add_special_tokens(["<unk>", "</s>"])
     assert HubTokenizer(backend.to_str(), 1).token_bytes().tolist() == [0, 0, 1, 3, 2]
+
+
+def whole_pieces(kind):
+    """Tokenizers whose vocabulary has the end of a text among the pieces that texts are made of."""
+    if kind == "unigram":
+        pieces = [("<unk>", 0.0), ("</s>", 0.0), *((sign, -1.0) for sign in "abs<>/ ")]
+        backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+        backend.decoder = decoders.Fuse()
+        backend.add_special_tokens(["</s>"])
+        return HubTokenizer(backend.to_str(), 1)
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_tokens(["</s>"])
+    return HubTokenizer(backend.to_str(), 1)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "words"])
+@pytest.mark.parametrize("text", ["</s>", "a </s> a", "</s></s> a"])
+def test_no_text_spells_the_end_of_a_document(kind, text):
+    theirs = whole_pieces(kind)
+    ids = theirs.encode(text)
+    assert theirs.eos_id not in ids
+    assert [each.tolist() for each in theirs.encode_batch(["a", text])] == [theirs.encode("a"), ids]
+    if kind == "unigram":
+        assert theirs.decode(ids) == text
 
 
 def test_what_is_missing_is_named(tmp_path):

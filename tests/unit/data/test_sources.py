@@ -111,6 +111,12 @@ def test_offset_is_counted_over_all_chunks(tmp_path) -> None:
         read(path)
 
 
+def test_half_a_character_is_no_group(tmp_path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "a", "author": "A"}\n{"text": "b", "author": "B\\udfff"}\n')
+    with pytest.raises(DataError, match="line 2: character 1 of the field 'author' is half of a surrogate pair"):
+        read(path, split_key="author")
+
+
 def test_groups_need_the_field(tmp_path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"text": "a", "author": "A"}\n{"text": "b"}\n')
     with pytest.raises(DataError, match="line 2: the field 'author' is missing"):

@@ -107,6 +107,14 @@ def test_faulty_rows_are_named(tmp_path) -> None:
 
 
 @every_kind
+def test_a_name_that_two_columns_have_is_refused(tmp_path, write, monkeypatch) -> None:
+    names = ["text", "author", "text"]
+    monkeypatch.setitem(globals(), "table", lambda rows: pa.Table.from_arrays([["a"], ["A"], ["b"]], names=names))
+    with pytest.raises(DataError, match="has 2 columns 'text', and nothing says which"):
+        read(write(tmp_path, ROWS))
+
+
+@every_kind
 def test_damaged_tables_are_refused(tmp_path, write) -> None:
     path = write(tmp_path, ROWS)
     whole = path.read_bytes()

@@ -1,9 +1,14 @@
 """A model continues a text."""
 
+import dataclasses
+
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.config import ModelConfig
+from slipstream.data.hub_tokenizer import HubTokenizer
 from slipstream.data.tokenizer import ByteTokenizer
 from slipstream.errors import ConfigError, DataError, NonFiniteError
 from slipstream.evaluation.generation import generate
@@ -52,6 +57,25 @@ def test_it_ends_where_the_model_ends_and_begins_where_a_document_begins(tmp_pat
 def test_rows_without_a_token_are_never_written(tmp_path):
     written = generate(model(tmp_path, vocab_size=300, favoured=299), "a", max_new_tokens=3)
     assert all(i < 257 for i in written.ids)
+
+
+def test_the_space_after_the_prompt_is_kept(tmp_path):
+    """Tokenizers that write a space as a low line drop it at the beginning of what they decode."""
+    words = {"\u2581" + word: i for i, word in enumerate(["the", "king", "of"])} | {"</s>": 3}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    trained = dataclasses.replace(
+        model(tmp_path, vocab_size=4, favoured=1), tokenizer=HubTokenizer(backend.to_str(), 3)
+    )
+    assert generate(trained, "the", max_new_tokens=2) == (" king king", [1, 1])
+    assert generate(trained, "", max_new_tokens=2).text == "king king"
+
+
+def test_ids_that_the_model_does_not_have(tmp_path):
+    with pytest.raises(DataError, match="gives the id 98, the model has the ids 0 to 97"):
+        generate(model(tmp_path, vocab_size=98), "ab", max_new_tokens=1)
+    assert len(generate(model(tmp_path, vocab_size=98), "aa", max_new_tokens=3).ids) == 3
 
 
 def test_numbers_out_of_range(tmp_path):

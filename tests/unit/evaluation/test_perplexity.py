@@ -1,13 +1,17 @@
 """Perplexity of files and of what `data prepare` held out."""
 
+import dataclasses
 import json
 import math
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.config import ModelConfig
 from slipstream.data import open_data, prepare
+from slipstream.data.hub_tokenizer import HubTokenizer
 from slipstream.data.tokenizer import ByteTokenizer
 from slipstream.errors import DataError
 from slipstream.evaluation.perplexity import perplexity
@@ -17,15 +21,18 @@ from slipstream.train.trained import TrainedModel
 
 
 @pytest.fixture(scope="module")
-def scorer(tmp_path_factory):
+def model(tmp_path_factory):
     torch.set_num_threads(1)
     cfg = ModelConfig(num_layers=1, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=257, init_std=0.3)
     weights = {name: tensor.detach() for name, tensor in whole_model(cfg).named_parameters()}
-    return Scorer(
-        TrainedModel(
-            path=tmp_path_factory.mktemp("m"), cfg=cfg, weights=weights, tokenizer=ByteTokenizer(), context_length=16
-        )
+    return TrainedModel(
+        path=tmp_path_factory.mktemp("m"), cfg=cfg, weights=weights, tokenizer=ByteTokenizer(), context_length=16
     )
+
+
+@pytest.fixture(scope="module")
+def scorer(model):
+    return Scorer(model)
 
 
 def test_held_out_documents_are_scored_as_their_text_is(scorer, tmp_path):
@@ -43,6 +50,21 @@ def test_held_out_documents_are_scored_as_their_text_is(scorer, tmp_path):
     assert found["num_items"] == len(kept)
     assert found["num_bytes"] == sum(len(text.encode()) for text in kept)
     assert perplexity(scorer, tmp_path / "data", limit=2, text_field="text")["num_items"] == 2
+
+
+def test_a_space_that_the_tokenizer_puts_first_is_no_byte_of_the_text(model, tmp_path):
+    texts = [f"To be {sign} not to be" for sign in "abcdefghijklmnop"]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pieces = ["</s>", "\u2581", *sorted({*"".join(texts)} - {" "})]
+    backend = tokenizers.Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    theirs = HubTokenizer(backend.to_str(), 0)
+    manifest = prepare([str(tmp_path / "t.jsonl")], tmp_path / "data", tokenizer=theirs, validation_fraction=0.4)
+    scorer = Scorer(dataclasses.replace(model, tokenizer=theirs))
+    found = perplexity(scorer, tmp_path / "data", limit=None, text_field="text")
+    assert found["num_bytes"] == manifest.splits["validation"].num_bytes
+    assert found["num_items"] == manifest.splits["validation"].documents
 
 
 def test_data_of_another_tokenizer_is_refused(scorer, tmp_path):

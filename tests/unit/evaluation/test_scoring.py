@@ -148,6 +148,15 @@ def test_wrong_settings(model, tmp_path):
         run_task(scorer, "perplexity", tmp_path / "t.txt")
 
 
+def test_ids_that_the_model_does_not_have(tmp_path):
+    cfg = ModelConfig(num_layers=1, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=24, vocab_size=98)
+    weights = {name: tensor.detach() for name, tensor in whole_model(cfg).named_parameters()}
+    trained = TrainedModel(path=tmp_path, cfg=cfg, weights=weights, tokenizer=ByteTokenizer(), context_length=LENGTH)
+    with pytest.raises(DataError, match="gives the id 98, the model has the ids 0 to 97"):
+        Scorer(trained).log_likelihoods([("a", "a"), ("a", "b")])
+    assert Scorer(trained).log_likelihoods([("a", "a")])[0].log_likelihood < 0
+
+
 def test_a_model_that_diverged_is_not_scored(model):
     """The first choice, BLiMP's right one, would win against all that are NaN."""
     broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.weights.items()}
