@@ -202,7 +202,8 @@ class Int8(Wire):
         count = tensor.numel()
         blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -count % BLOCK)).view(-1, BLOCK)
         scales = blocks.abs().amax(dim=1) / _LARGEST_CODE
-        scales = torch.where(scales > _LEAST_SCALE, scales, torch.zeros_like(scales))
+        # What is not a number stays one, so that whoever takes the norm after the wire skips the step.
+        scales = torch.where(scales <= _LEAST_SCALE, torch.zeros_like(scales), scales)
         steps = torch.where(scales > 0, scales, torch.full_like(scales, math.inf))
         noise = torch.rand(blocks.shape, generator=generator, device=tensor.device)
         codes = (blocks / steps[:, None]).add_(noise).floor_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)

@@ -96,8 +96,31 @@ def test_extremes_stay_what_they_are():
         torch.testing.assert_close(wire_of("int8").carry({"a": edges}, key=key)[0]["a"], edges)
     tiny = torch.tensor([1e-40, -1e-33])
     assert torch.equal(wire_of("int8").carry({"a": tiny}, key=0)[0]["a"], torch.zeros(2))
-    for value in (float("nan"), float("inf")):
-        wire_of("int8").carry({"a": torch.tensor([value, 1.0])}, key=0)
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_arrives_as_such(name, value):
+    """Synchronous workers are judged by what arrives."""
+    found, _ = wire_of(name).carry({"a": torch.tensor([value, 1.0])}, key=0)
+    assert not found["a"].isfinite().all()
+
+
+@pytest.mark.parametrize("wire", BYTES)
+def test_synchronous_workers_skip_a_step_that_is_not_finite(wire):
+    executor = engine(wire=wire, mode="sync")
+    executor.run_step()
+    compute = executor._worker.compute
+
+    def spoilt(*arguments, **options):
+        work = compute(*arguments, **options)
+        work.gradient.tensors["head.norm.weight"].fill_(math.nan)
+        return work
+
+    executor._worker.compute = spoilt
+    assert executor.run_step().skipped
+    executor._worker.compute = compute
+    assert not executor.run_step().skipped
 
 
 @pytest.mark.parametrize("name", BYTES)
