@@ -1,6 +1,7 @@
 """Curves in one picture: of runs, and of the arms of a comparison."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,9 @@ from slipstream.train.metrics import quantity
 
 LEFT = 58
 """Place of the axis of figures: five digits and their name fit before it."""
+
+DIGIT = 8
+"""Room that each further digit takes."""
 
 NUM_DATA_ROWS = 10
 """Of the table below a picture."""
@@ -113,8 +117,10 @@ def line_chart(
     canvas = Canvas(270, label=f"{title}: {up} against {across.name}, of {', '.join(line.label for line in lines)}")
     end = max(float(line.curve[0].max()) for line in lines) / across.unit or 1.0
     start = min(0.0, *(float(line.curve[0].min()) for line in lines))
-    x = Scale(low=start, high=end, start=LEFT, end=WIDTH - 12)
     y = Scale(low=low, high=high, start=228, end=8)
+    y_format = tick_format(y.ticks(6))
+    longest = max((len(format(tick, y_format)) for tick in y.ticks(6)), default=0)
+    x = Scale(low=start, high=end, start=LEFT + DIGIT * max(longest - 5, 0), end=WIDTH - 12)
     draw_axes(
         canvas,
         x,
@@ -122,7 +128,7 @@ def line_chart(
         x_label=across.name,
         y_label=up,
         x_ticks=[(value, across.text(value)) for value in x.ticks(4)],
-        y_format=tick_format(y.ticks(6)),
+        y_format=y_format,
     )
     canvas.window(clip, x, y)
     for kind, drawn in (("raw", lines), ("smoothed", soft)) if smooth else (("", soft),):
@@ -144,6 +150,9 @@ def line_chart(
 def _readable(lines: Sequence[Line], up: str) -> tuple[float, str]:
     """Return a unit in which the figures have few digits, and the axis's name with it."""
     most = max(float(np.quantile(np.abs(line.curve[1]), 0.9)) for line in lines)
+    if most and not 2e-8 <= most < 5e6:
+        power = 3 * math.floor(math.log10(most / 5) / 3)
+        return 10.0**power, f"{up}, in 10^{power}"
     units = ((5000.0, 1e3, "thousand {}"), (0.02, 1.0, "{}"), (2e-5, 1e-3, "{}, in thousandths"))
     unit, name = next(((unit, name) for least, unit, name in units if most >= least), (1e-6, "{}, in millionths"))
     return (unit, name.format(up)) if most else (1.0, up)

@@ -1,5 +1,6 @@
 """Which pictures a report of runs has, in their order."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from slipstream.report.figures import Chart, Curve, Section
 from slipstream.report.lines import STEPS, TOKENS, Axis, Line, Mark, line_chart, time_axis
 from slipstream.report.run_staleness import staleness_section
-from slipstream.report.runs import Run, colour, counted, every, finite
+from slipstream.report.runs import Run, colour, counted, every, finite, loss_units_of, units_of
 from slipstream.report.statistics import SPIKE_TEXT, spikes
 from slipstream.report.worker_charts import Shown, gain_section, rate_section, worker_section, worker_sentence
 from slipstream.report.workers import RATE_FACTOR, group_figures, rate_factors
@@ -33,7 +34,8 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
 
 def _both_ways(runs: Sequence[Run]) -> Iterator[tuple[str, Axis, Callable[[Run], np.ndarray]]]:
     """Return progress in tokens and in time: what a delay costs, and what it gains."""
-    yield "against tokens", TOKENS, lambda run: run.tokens
+    units = units_of(runs)
+    yield f"against {units}", dataclasses.replace(TOKENS, name=units), lambda run: run.tokens
     longest = max(float(run.seconds[-1]) for run in runs)
     axis = time_axis(longest, is_virtual=any(run.is_virtual for run in runs))
     yield "against time", axis, lambda run: run.seconds
@@ -58,7 +60,7 @@ def _loss_chart(runs: Sequence[Run], way: str, axis: Axis, places: Callable[[Run
     if not lines:
         return None
     title = f"Training loss {way}"
-    return line_chart(title, lines, across=axis, up="nats per token", settle=True, clip=_name("loss", axis))
+    return line_chart(title, lines, across=axis, up=loss_units_of(runs), settle=True, clip=_name("loss", axis))
 
 
 def _name(what: str, axis: Axis) -> str:
@@ -77,7 +79,7 @@ def _validation_section(runs: Sequence[Run]) -> Section:
     found = [_validation_chart(runs, way, axis, places) for way, axis, places in _both_ways(runs)]
     return Section(
         title="Validation",
-        text="On the same held-out tokens each time: on the published weights x, and dashed on the optimizer's own y "
+        text="On the same held-out data each time: on the published weights x, and dashed on the optimizer's own y "
         "where the two differ.",
         charts=[chart for chart in found if chart is not None],
     )
@@ -98,7 +100,7 @@ def _validation_chart(runs: Sequence[Run], way: str, axis: Axis, places: Callabl
         f"Validation loss {way}",
         lines,
         across=axis,
-        up="nats per token",
+        up=loss_units_of(runs),
         smooth=False,
         settle=True,
         dots=True,
@@ -115,7 +117,9 @@ def _speed_section(runs: Sequence[Run]) -> Section:
             for run, curve in rates
         ]
         charts.append(
-            line_chart("Throughput", lines, across=STEPS, up="tokens a second", include=[0.0], clip="clip-rate")
+            line_chart(
+                "Throughput", lines, across=STEPS, up=f"{units_of(runs)} a second", include=[0.0], clip="clip-rate"
+            )
         )
     charts += _step_chart(runs, "Idle time", "bubble_fraction", up="share of ranks' time", unless=0.0)
     charts += _step_chart(runs, "Time waiting for data", "data_fraction", up="share of the step", unless=0.02)

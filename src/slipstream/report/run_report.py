@@ -14,7 +14,7 @@ from slipstream.report.page import GENERATOR, card, data_table, escape, page, pa
 from slipstream.report.run_charts import run_sections
 from slipstream.report.run_timeline import timeline_svg
 from slipstream.report.run_verdict import final_loss, totals, verdict
-from slipstream.report.runs import Run, colour, open_runs
+from slipstream.report.runs import Run, colour, open_runs, units_of
 from slipstream.train.metrics import duration, quantity
 
 MAX_RUNS = 16
@@ -42,6 +42,8 @@ def write_run_report(paths: Sequence[str | Path], out: str | Path = "") -> RunRe
         ConfigError: A path is no run, or the file cannot be written or is something else.
         CheckpointError: A file of a run is damaged.
     """
+    if not paths:
+        raise ConfigError("no run was given. Give the --run-dir of one or several runs.")
     if len(paths) > MAX_RUNS:
         raise ConfigError(f"{len(paths)} runs are too many for one report. Give at most {MAX_RUNS}.")
     runs = open_runs(paths)
@@ -113,7 +115,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     facts = [
         *([(span(sizes), "parameters")] if sizes else []),
         (span([run.last_step for run in runs]), "steps"),
-        (span([float(run.tokens[-1]) for run in runs]), " or ".join(dict.fromkeys(run.units for run in runs))),
+        (span([float(run.tokens[-1]) for run in runs]), units_of(runs)),
         (duration(sum(float(run.seconds[-1]) for run in runs)), "of training" + (" in all" if len(runs) > 1 else "")),
     ]
     return facts if len(runs) == 1 else [(str(len(runs)), "runs"), *facts]
@@ -122,17 +124,16 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def _card(run: Run, css: str) -> str:
     """Return a run's figures at a glance."""
     loss, total = final_loss(run), totals(run)
-    unit = "nats per token" if run.units == "tokens" else "a unit"
     value, kind = (float(run.figures("loss")[-1]), "training") if loss is None else (loss, "validation")
     lines = [
-        f"{total.tokens_per_s:,.0f} tokens a second",
+        f"{total.tokens_per_s:,.0f} {run.units} a second",
         f"{total.bubble_fraction:.1%} idle, staleness {total.staleness_mean:.2f} / {total.staleness_max}",
-        f"{duration(float(run.seconds[-1]))}, {quantity(float(run.tokens[-1]))} tokens",
+        f"{duration(float(run.seconds[-1]))}, {quantity(float(run.tokens[-1]))} {run.units}",
     ]
     return card(
         run.name,
         figure=f"{value:.3f}",
-        unit=f"{unit}, {kind}",
+        unit=f"{run.loss_unit}, {kind}",
         what=_kind(run.config),
         more="" if run.state == "finished" else f'<div class="cure">{escape(run.state)}</div>',
         rest=lines,
@@ -167,8 +168,9 @@ def run_figures(run: Run) -> dict[str, Any]:
 
 
 def _figures_table(runs: Sequence[Run]) -> DataTable:
+    units = units_of(runs)
     head = [
-        *("run", "state", "steps", "tokens", "validation loss", "bits per byte", "training loss", "tokens a second"),
+        *("run", "state", "steps", units, "validation loss", "bits per byte", "training loss", f"{units} a second"),
         *("idle", "staleness, mean / most", "skipped", "memory", "time"),
     ]
     rows = []

@@ -1,11 +1,12 @@
 """What a report of runs says in sentences, with numbers."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from slipstream.report.run_charts import spike_steps
-from slipstream.report.runs import Row, Run, counted
+from slipstream.report.runs import Row, Run, counted, units_of
 from slipstream.report.statistics import smoothed_run
 from slipstream.report.worker_charts import worker_sentence
 from slipstream.train.metrics import Totals, duration, quantity
@@ -22,8 +23,11 @@ def verdict(runs: Sequence[Run]) -> list[str]:
 
 
 def totals(run: Run) -> Totals:
-    """Return figures over all steps."""
-    return Totals.of(run.rows)
+    """Return figures over all steps, of workers over all gradients: a step may be of more of them than another."""
+    found, workers = Totals.of(run.rows), run.workers
+    if workers is None or workers.staleness_mean is None:
+        return found
+    return dataclasses.replace(found, staleness_mean=workers.staleness_mean)
 
 
 def final_loss(run: Run) -> float | None:
@@ -57,8 +61,8 @@ def _one(run: Run) -> Iterator[str]:
             )
     total = totals(run)
     yield (
-        f"{total.tokens_per_s:,.0f} tokens a second; ranks idle {total.bubble_fraction:.1%} of the time; gradients "
-        f"{total.staleness_mean:.2f} updates stale in the mean, {total.staleness_max} at most."
+        f"{total.tokens_per_s:,.0f} {run.units} a second; ranks idle {total.bubble_fraction:.1%} of the time; "
+        f"gradients {total.staleness_mean:.2f} updates stale in the mean, {total.staleness_max} at most."
     )
     if run.workers is not None:
         yield worker_sentence([run.workers])
@@ -106,7 +110,8 @@ def _time_to_loss(runs: Sequence[Run]) -> Iterator[str]:
         at = int(np.argmax(curves[run.name] <= target))
         reached.append((float(run.seconds[at]), float(run.tokens[at]), run.name))
     reached.sort()
-    times = "; ".join(f"{name} {_span(seconds)} and {quantity(tokens)} tokens" for seconds, tokens, name in reached)
+    units = units_of(runs)
+    times = "; ".join(f"{name} {_span(seconds)} and {quantity(tokens)} {units}" for seconds, tokens, name in reached)
     slowest = reached[-1]
     gain = f", {slowest[0] / reached[0][0]:.2f} times as fast as {slowest[2]}" if reached[0][0] > 0 else ""
     first = reached[0][2]
@@ -121,7 +126,8 @@ def _speed(runs: Sequence[Run]) -> Iterator[str]:
     rates = sorted(((totals(run).tokens_per_s, run.name) for run in runs), reverse=True)
     listed = "; ".join(f"{name} {rate:,.0f}" for rate, name in rates)
     clock = ", each by its own clock" if any(run.is_virtual for run in runs) else ""
-    yield f"Tokens a second{clock}: {listed}; the fastest is {rates[0][0] / rates[-1][0]:.2f} times the slowest."
+    gain = f"the fastest is {rates[0][0] / rates[-1][0]:.2f} times the slowest"
+    yield f"{units_of(runs).capitalize()} a second{clock}: {listed}; {gain}."
 
 
 def _troubles(run: Run, before: str) -> str:
@@ -130,7 +136,7 @@ def _troubles(run: Run, before: str) -> str:
     if run.state != "finished":
         found.append(run.state)
     if run.failure:
-        found.append(run.failure.strip().splitlines()[-1])
+        found.append(run.failure.strip().splitlines()[-1].rstrip("."))
     if skipped := sum(bool(row["skipped"]) for row in run.rows):
         found.append(f"{counted(skipped, 'update')} skipped for a gradient that was not finite")
     if steps := list(spike_steps(run)):

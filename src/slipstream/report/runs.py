@@ -66,6 +66,11 @@ class Run:
         return "units" if any(row.get("val_bits_per_byte", 0) is None for row in self.evaluations) else "tokens"
 
     @property
+    def loss_unit(self) -> str:
+        """What the loss is given in."""
+        return "nats per token" if self.units == "tokens" else "a unit"
+
+    @property
     def is_virtual(self) -> bool:
         """Whether that clock is a virtual one."""
         return self.config.executor == "dataparallel" and self.config.engine == "inline"
@@ -188,6 +193,16 @@ def every(runs: Sequence[Run], of: Callable[[Run], Curve]) -> list[tuple[Run, Cu
     """Return a curve of each run that has one, of finite figures."""
     found = [(run, finite(of(run))) for run in runs]
     return [(run, curve) for run, curve in found if len(curve[1])]
+
+
+def units_of(runs: Sequence[Run]) -> str:
+    """Return what is counted in runs, which need not be the same in all of them."""
+    return " or ".join(dict.fromkeys(run.units for run in runs))
+
+
+def loss_units_of(runs: Sequence[Run]) -> str:
+    """Return what the losses of runs are given in."""
+    return " or ".join(dict.fromkeys(run.loss_unit for run in runs))
 
 
 def counted(number: int, what: str) -> str:

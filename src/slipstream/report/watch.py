@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import statistics
@@ -19,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.report.runs import counted
 from slipstream.report.watch_screen import fitting, screen
 from slipstream.report.workers import newest_figures
-from slipstream.train.metrics import log_line
+from slipstream.train.metrics import log_line, read_row
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import standing
 
@@ -41,22 +40,29 @@ class Tail:
         self._path = path
         self._file_id: tuple[int, int] | None = None
         self._offset = 0
+        self._num_lines = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the new whole lines, and whether the file began anew and these are all of its lines."""
+        """Return the new whole lines, and whether the file began anew and these are all of its lines.
+
+        Raises:
+            CheckpointError: One of them is damaged.
+        """
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
                 file_id = (found.st_dev, found.st_ino)
                 is_new = file_id != self._file_id or found.st_size < self._offset
                 if is_new:
-                    self._file_id, self._offset = file_id, 0
+                    self._file_id, self._offset, self._num_lines = file_id, 0, 0
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return [], False
         self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()], is_new
+        first, lines = self._num_lines + 1, whole.splitlines()
+        self._num_lines += len(lines)
+        return [read_row(line, path=self._path, number=number) for number, line in enumerate(lines, first)], is_new
 
 
 @dataclasses.dataclass

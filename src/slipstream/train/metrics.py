@@ -85,15 +85,27 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            _ = int(row["step"])
-            rows.append(row)
-        except (ValueError, LookupError, TypeError) as error:
+            rows.append(read_row(line, path=path, number=number))
+        except CheckpointError:
             if number < len(lines):
-                raise CheckpointError(
-                    f"{path}, line {number} is no JSON object with a 'step'; mend or remove the line."
-                ) from error
+                raise
     return rows
+
+
+def read_row(line: str | bytes, *, path: Path, number: int) -> dict[str, Any]:
+    """Return the object of a line of a JSON-lines file of a run.
+
+    Raises:
+        CheckpointError: It is no object with a ``step``.
+    """
+    try:
+        row: dict[str, Any] = json.loads(line)
+        _ = int(row["step"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}, line {number} is no JSON object with a 'step'; mend or remove the line."
+        ) from error
+    return row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,10 @@ def reports(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     sync = pipeline_run(folder / "sync", schedule="one_f_one_b", step_s=0.08, bubble=0.3, end_loss=1.55)
     late = pipeline_run(folder / "late", delay=1, bubble=0.03)
-    workers, experts = worker_run(folder / "workers"), expert_run(folder / "a-long-name-of-a-run-with-experts")
+    workers, experts = (
+        worker_run(folder / "workers"),
+        expert_run(folder / "adamw_lr_3e-4_warmup_400_error_feedback_1.0_seed_0"),
+    )
     (folder / "compare").mkdir()
     grid = parse_grid(tomllib.loads(EVERYTHING), source="g.toml", folder=folder)
     assert compare_grid(grid, folder / "compare", train=train_by_formula, note=lambda text: None) is not None

@@ -10,9 +10,9 @@ from tests.unit.report.test_report import Tags
 
 from slipstream.cli import main
 from slipstream.errors import ConfigError
-from slipstream.report.lines import STEPS, Line, Mark, line_chart
+from slipstream.report.lines import DIGIT, STEPS, Line, Mark, line_chart
 from slipstream.report.run_charts import spike_steps
-from slipstream.report.run_report import render_runs, write_run_report
+from slipstream.report.run_report import render_runs, run_figures, write_run_report
 from slipstream.report.run_staleness import staleness_counts
 from slipstream.report.run_timeline import measured_timeline
 from slipstream.report.run_verdict import verdict
@@ -112,6 +112,7 @@ def test_a_model_without_tokens_has_no_bits_and_no_shape(tmp_path):
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("vocab_size = 257", "vocab_size = 0"))
     assert "a unit in 20 steps, 20.5k units" in sentences(run)[0]
+    assert "tokens" not in render_runs(open_runs([run])).partition("<h2>Settings")[0].partition("<body")[2]
     facts = render_runs(open_runs([run])).partition('class="answer"')[0]
     assert "parameters" not in facts
 
@@ -145,7 +146,10 @@ def test_troubles_are_named(folder):
 
 def test_figures_are_shown_in_a_unit_of_few_digits():
     places = np.arange(10.0)
-    for scale, name in ((2e4, "thousand norms"), (1.0, "norms"), (2e-4, "norms, in thousandths")):
+    for scale, name in (
+        *((2e4, "thousand norms"), (1.0, "norms"), (2e-4, "norms, in thousandths")),
+        *((3e7, "norms, in 10^6"), (2e30, "norms, in 10^27"), (4e-9, "norms, in 10^-12")),
+    ):
         line = Line(label="run", css="c0", curve=(places, np.full(10, scale)))
         mark = Mark(at=(5.0, scale), title="here")
         chart = line_chart("Norm", [line], across=STEPS, up="norms", smooth=False, marks=[mark], clip="clip")
@@ -154,6 +158,18 @@ def test_figures_are_shown_in_a_unit_of_few_digits():
         (ring,) = re.findall(r'class="mark" cx="[\d.]+" cy="([\d.]+)"', chart.svg)
         assert heights == [float(ring)], "a mark lies on its curve"
         assert max(len(tick) for tick in re.findall(r'text-anchor="end">([^<]*)<', chart.svg)) <= 5
+
+
+def test_long_figures_have_room_before_the_axis():
+    left = []
+    for values in (np.array([1.0, 2.0]), np.array([1.3807, 1.3818])):
+        line = Line(label="run", css="c0", curve=(np.arange(2.0), values))
+        chart = line_chart("Entropy", [line], across=STEPS, up="nats", smooth=False, clip="clip")
+        ticks = re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="end">([^<]*)<', chart.svg)
+        left.append((float(ticks[0][0]), max(len(tick) for _, tick in ticks)))
+    (short, _), (long, digits) = left
+    assert digits > 5
+    assert long == short + DIGIT * (digits - 5)
 
 
 def test_workers_shares_and_ledger(folder, tmp_path):
@@ -166,6 +182,7 @@ def test_workers_shares_and_ledger(folder, tmp_path):
     assert [each.tokens_per_s for each in shares] == pytest.approx([20480 * each.share for each in shares])
     assert shares[0].staleness_mean == pytest.approx((175 + 2 * 50) / 250)
     assert staleness_counts(run) == {0: 100, 1: 700, 2: 200}
+    assert run_figures(run)["staleness_mean"] == 1.1, "of gradients, not of steps, as the summary has it"
     (sentence,) = [each for each in verdict([run]) if "ledger" in each]
     assert sentence == (
         "4 workers trained at 96.7% of the sum of their own speeds; the ledger balances: 409,600 tokens committed, "
@@ -249,5 +266,7 @@ def test_bad_input_is_refused_and_nothing_is_lost(folder, tmp_path):
     (empty / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has made no step yet"):
         write_run_report([empty])
+    with pytest.raises(ConfigError, match="no run was given"):
+        write_run_report([])
     with pytest.raises(ConfigError, match="17 runs are too many"):
         write_run_report([f"run-{number}" for number in range(17)])

@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.unit.report.fake_runs import worker_run, write_lines, write_run
 
 from slipstream.config import from_dict
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.report.watch import Follower, Tail, end_text, watch
 from slipstream.report.watch_screen import fitting, screen, sparkline
 from slipstream.train.launch import launch
@@ -55,6 +55,18 @@ def test_lines_are_read_as_they_come_and_anew_after_a_resume(tmp_path):
     staged.write_text('{"step": 1}\n')
     staged.replace(path)
     assert tail.read() == ([{"step": 1}], True)
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0", b"\xff", b"[]", b'{"loss": 1}'])
+def test_a_damaged_line_is_named(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_bytes(b'{"step": 1}\n')
+    tail.read()
+    with path.open("ab") as file:
+        file.write(b'{"step": 2}\n' + damage + b"\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 3 is no JSON object with a 'step'"):
+        tail.read()
 
 
 def test_a_finished_run_is_told_in_a_line_and_ends_well(tmp_path):
