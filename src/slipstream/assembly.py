@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from slipstream.config import Coefficient, Config
-from slipstream.digests import tensor_digest
 from slipstream.executor import Point, Snapshot, StateReader
 from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import StageSpec
@@ -157,11 +156,6 @@ class StageParts:
             output: Tensor = functional_call(self.modules[0], tensors, (x,))
         return output
 
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each owned master weight's bytes."""
-        masters = self.updater.masters
-        return {name: tensor_digest(masters[name]) for name in self.owned}
-
     def snapshot(self) -> Snapshot:
         """Return a copy, on the host, of all state that a resumed run needs."""
         tensors: dict[str, Tensor] = {}
@@ -183,7 +177,7 @@ class StageParts:
         for prefix, slots in self._slots().items():
             tensors |= slot_tensors(prefix, slots, names=self.parameter_of)
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        return Snapshot(tensors=copies, scalars=scalars, digests=self.digests())
+        return Snapshot(tensors=copies, scalars=scalars)
 
     def _slots(self) -> dict[str, Slots]:
         """Return what methods against staleness keep, by the beginning of its path in a checkpoint."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 def tensor_digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, as 64 hex digits."""
-    data = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return hashlib.sha256(data).hexdigest()
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from slipstream.data.loader import Batch
+from slipstream.digests import tensor_digest
 from slipstream.models.moe import RouterReport
 
 Point = Literal["x", "y"]
@@ -62,24 +64,25 @@ class Snapshot:
         tensors: By a name that does not depend on the number of ranks: ``y/NAME``, ``x@VERSION/NAME``,
             ``optim/NAME/KEY``.
         scalars: JSON values: the update path's own, the optimizers' per parameter.
-        digests: SHA-256 of each master weight held, by parameter name.
     """
 
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, Any]
-    digests: Mapping[str, str]
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each master weight held, by parameter name; taken when asked for, not while training waits."""
+        return {name[2:]: tensor_digest(each) for name, each in self.tensors.items() if name.startswith("y/")}
 
 
 def merged(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Return the snapshots of several stages as one; what the update paths share is the same in all."""
     tensors: dict[str, Tensor] = {}
-    digests: dict[str, str] = {}
     optim: dict[str, Any] = {}
     for snapshot in snapshots:
         tensors |= snapshot.tensors
-        digests |= snapshot.digests
         optim |= snapshot.scalars["optim"]
-    return Snapshot(tensors=tensors, digests=digests, scalars={**snapshots[0].scalars, "optim": optim})
+    return Snapshot(tensors=tensors, scalars={**snapshots[0].scalars, "optim": optim})
 
 
 class StateReader(Protocol):

@@ -94,7 +94,7 @@ class CheckpointWriter:
         for name in (f"{stem}.safetensors", f"{stem}.json"):
             _sync(part / name)
             files[name] = {"sha256": file_digest(part / name), "num_bytes": (part / name).stat().st_size}
-        records = self._gather(step, {"files": files, "digests": dict(snapshot.digests)})
+        records = self._gather(step, {"files": files, "digests": snapshot.digests})
         if records is None:
             return None
         return self._complete(step, part, records, manifest)
@@ -149,7 +149,7 @@ def run_manifest(config: Config, *, step: int, tokenizer: str, data_sha256: str)
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; reads tensors one at a time.
+    """A complete checkpoint on disk; reads tensors one at a time, from files that stay open as long as it is there.
 
     Args:
         folder: A ``step-...`` folder.
@@ -165,18 +165,19 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     @cached_property
-    def _place(self) -> dict[str, Path]:
-        place: dict[str, Path] = {}
+    def _holders(self) -> dict[str, Any]:
+        """Open each file once: every opening reads the names of all its tensors."""
+        holders: dict[str, Any] = {}
         for file in self.manifest["files"]:
             if file.endswith(".safetensors"):
-                with safe_open(self.folder / file, framework="pt") as tensors:
-                    place |= dict.fromkeys(tensors.keys(), self.folder / file)
-        return place
+                holder: Any = safe_open(self.folder / file, framework="pt")
+                holders |= dict.fromkeys(holder.keys(), holder)
+        return holders
 
-    @property
+    @cached_property
     def tensor_names(self) -> frozenset[str]:
         """Names of all saved tensors."""
-        return frozenset(self._place)
+        return frozenset(self._holders)
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
@@ -195,13 +196,12 @@ class Checkpoint:
         Raises:
             CheckpointError: There is none of that name.
         """
-        if name not in self._place:
+        if name not in self._holders:
             raise CheckpointError(
                 f"the checkpoint {self.folder} has no tensor '{name}'. It belongs to another model or optimizer; "
                 "resume with the settings it was saved with."
             )
-        with safe_open(self._place[name], framework="pt") as tensors:
-            tensor: Tensor = tensors.get_tensor(name)
+        tensor: Tensor = self._holders[name].get_tensor(name)
         return tensor
 
 
