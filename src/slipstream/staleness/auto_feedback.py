@@ -80,7 +80,7 @@ class AutoErrorFeedback(LookAhead):
 
     def _observe(self, name: str, update: Tensor) -> None:
         recent = self._slots["recent"].get(name)
-        if recent is None:
+        if recent is None or len(recent) != self._delay:  # the run was resumed with another delay
             recent = update.new_zeros(self._delay, update.numel())
         # The tau updates that were missing when the oldest one kept was the last one known.
         missing, last = recent[1:].sum(0).add_(update), recent[0]

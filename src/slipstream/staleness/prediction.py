@@ -52,7 +52,7 @@ class WeightPrediction(PublishMethod):
         self._num_steps = num_steps
         self._optimizers = optimizers
 
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor], *, update: int) -> None:
         """Do nothing."""
 
     @torch.no_grad()

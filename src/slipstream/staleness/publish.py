@@ -29,8 +29,8 @@ class PublishMethod(Protocol):
         """Return the coefficient of each parameter, where the method sets it itself."""
         return {}
 
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
-        """Look at ``y`` before the optimizer changes it."""
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor], *, update: int) -> None:
+        """Look at ``y`` before the optimizer makes an update (from 1) of it."""
 
     def after_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
         """Write ``x``; the optimizer has stepped since :meth:`before_step`, or skipped its step."""
@@ -47,7 +47,7 @@ class PublishMasters(PublishMethod):
 
     changes_weights = False
 
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor], *, update: int) -> None:
         """Do nothing."""
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class LookAhead(PublishMethod):
         self._previous: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor], *, update: int) -> None:
         """Keep ``y_t``, in the buffer that is about to be written."""
         for name, y in masters.items():
             free = published[name]
@@ -179,23 +179,22 @@ class Windowed(PublishMethod):
         is_inside = self._first <= self._update and (self._last is None or self._update <= self._last)
         return self._method if is_inside else self._plain
 
-    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
-        """Count the update."""
-        self._update += 1
-        self._current().before_step(masters, published)
+    def before_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor], *, update: int) -> None:
+        """Take note of the update."""
+        self._update = update
+        self._current().before_step(masters, published, update=update)
 
     def after_step(self, masters: Mapping[str, Tensor], published: Mapping[str, Tensor]) -> None:
         """Write the next version."""
         self._current().after_step(masters, published)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count, and the method's state."""
-        return {"update": self._update, "method": self._method.state_dict()}
+        """As the method, so that a run may be resumed with other updates than these."""
+        return self._method.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
-        self._update = int(state["update"])
-        self._method.load_state_dict(state["method"])
+        """As the method."""
+        self._method.load_state_dict(state)
 
 
 def build_publish_method(error_feedback: float) -> PublishMethod:

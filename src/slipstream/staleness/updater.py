@@ -145,7 +145,7 @@ class Updater:
         factor = self._lr_factor(update) * self._step_size.factor(update=update, staleness=stalenesses[-1])
         # The buffer of the version that was read may be the one written next, so nothing below may look at it.
         published = self.weights.buffer(update)
-        self.publish.before_step(self.masters, published)
+        self.publish.before_step(self.masters, published, update=update)
         if gradient is None:
             self.num_skipped += 1
         else:
@@ -190,4 +190,5 @@ class Updater:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
         self.num_skipped = int(state["num_skipped"])
-        self.publish.load_state_dict(state["publish"])
+        publish = state["publish"]
+        self.publish.load_state_dict(publish.get("method", publish))  # within a window, older versions nested it

@@ -23,7 +23,7 @@ def publish(method: AutoErrorFeedback, steps: list[Tensor]) -> list[tuple[Tensor
     seen = []
     for step in steps:
         free = {"w": torch.full_like(steps[0], torch.nan)}
-        method.before_step(y, free)
+        method.before_step(y, free, update=1)
         y["w"].sub_(step)
         method.after_step(y, free)
         seen.append((free["w"], y["w"].clone()))
@@ -115,10 +115,23 @@ def test_resumes_to_the_bit(num_before):
     y = {"w": done[-1][1].clone()}
     for step, (x, _) in zip(steps[num_before:], expected[num_before:], strict=True):
         free = {"w": torch.empty(30)}
-        second.before_step(y, free)
+        second.before_step(y, free, update=1)
         y["w"].sub_(step)
         second.after_step(y, free)
         assert torch.equal(free["w"], x)
+
+
+@pytest.mark.parametrize("delays", [(1, 3), (3, 1)])
+def test_resumed_with_another_delay_it_is_measured_for_that_one(delays):
+    steps = updates(1200, 4000, beta=0.9)
+    first, second = (AutoErrorFeedback(delay=delay, decay=0.99) for delay in delays)
+    publish(first, steps[:20])
+    for slot, held in first.slots.items():
+        second.slots[slot].update(held)
+    second.load_state_dict(first.state_dict())
+    publish(second, steps[20:])
+    expected = sum(0.9**j for j in range(1, delays[1] + 1))
+    assert float(second.coefficients()["w"]) == pytest.approx(expected, abs=0.03 * delays[1])
 
 
 def test_a_narrow_buffer_does_not_narrow_the_statistics():
@@ -126,7 +139,7 @@ def test_a_narrow_buffer_does_not_narrow_the_statistics():
     y = {"w": torch.ones(4)}
     for _ in range(5):
         free = {"w": torch.empty(4, dtype=torch.bfloat16)}
-        method.before_step(y, free)
+        method.before_step(y, free, update=1)
         y["w"].sub_(1e-4)
         method.after_step(y, free)
     assert method.slots["recent"]["w"].dtype == torch.float32

@@ -1,12 +1,22 @@
 """Error feedback in publish form against the literal rule, in float64."""
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from slipstream.optim.muon import Muon
 from slipstream.staleness.gradient import Gradient, global_norm
-from slipstream.staleness.publish import ErrorFeedback, PublishMasters, build_publish_method
+from slipstream.staleness.publish import (
+    ErrorFeedback,
+    PublishMasters,
+    PublishMethod,
+    Windowed,
+    build_publish_method,
+)
 from slipstream.staleness.updater import Updater
 from slipstream.staleness.versions import VersionedWeights
 
@@ -186,7 +196,7 @@ def test_narrow_published_dtype_extrapolates_in_the_masters_dtype():
     free = {"w": torch.zeros(3, dtype=torch.bfloat16)}
     method = ErrorFeedback(1.0)
     method.load_state_dict({"has_history": True})
-    method.before_step(y, free)
+    method.before_step(y, free, update=1)
     y["w"] += torch.tensor([1e-3, -2e-3, 0.5])
     method.after_step(y, free)
     expected = y["w"] + torch.tensor([1e-3, -2e-3, 0.5])
@@ -202,8 +212,62 @@ def test_history_flag_survives_a_round_trip():
     method = ErrorFeedback(1.0)
     assert method.state_dict() == {"has_history": False}
     y, free = {"w": torch.zeros(2)}, {"w": torch.zeros(2)}
-    method.before_step(y, free)
+    method.before_step(y, free, update=1)
     method.after_step(y, free)
     fresh = ErrorFeedback(1.0)
     fresh.load_state_dict(method.state_dict())
     assert fresh.state_dict() == {"has_history": True}
+
+
+WINDOWS = {
+    "none": lambda: ErrorFeedback(1.0),
+    "late": lambda: Windowed(ErrorFeedback(1.0), first=3, last=None),
+    "to 6": lambda: Windowed(ErrorFeedback(1.0), first=1, last=6),
+    "to 9": lambda: Windowed(ErrorFeedback(1.0), first=1, last=9),
+}
+
+
+def as_saved(method: PublishMethod, update: int) -> dict[str, Any]:
+    return method.state_dict()
+
+
+def as_saved_before(method: PublishMethod, update: int) -> dict[str, Any]:
+    """What older versions wrote of a method within a window."""
+    return {"update": update, "method": method.state_dict()} if isinstance(method, Windowed) else method.state_dict()
+
+
+def weights_when_resumed(before: str, after: str, save=as_saved, *, at: int = 4) -> list[Tensor]:
+    """Every published version of a run that is resumed with another window."""
+    y = nn.Parameter(initial_weights())
+    optimizer = RULES["adamw"]([y])
+    optimizer.param_groups[0]["initial_lr"] = 0.02
+    weights = VersionedWeights({"w": y}, num_buffers=2, dtype=torch.float64)
+    updater = Updater({"w": y}, {"rule": optimizer}, weights=weights, publish=WINDOWS[before](), lr_factor=constant)
+    versions = []
+    for batch in range(STEPS):
+        if batch == at:
+            saved: Mapping[str, Any] = updater.state_dict() | {"publish": save(updater.publish, batch)}
+            updater.publish = WINDOWS[after]()
+            updater.load_state_dict(json.loads(json.dumps(saved)))
+        version = max(batch - 1, 0)
+        gradient = Gradient(
+            tensors={"w": loss_gradient(weights.read(version)["w"], batch)}, read_version=version, num_tokens=1
+        )
+        updater.step(gradient, global_norm(gradient.norms(["w"])))
+        versions.append(weights.read(batch + 1)["w"].clone())
+    return versions
+
+
+@pytest.mark.parametrize("save", [as_saved, as_saved_before])
+@pytest.mark.parametrize("after", ["none", "to 6", "to 9"])
+@pytest.mark.parametrize("before", ["none", "to 6", "to 9"])
+def test_a_run_resumed_with_another_window_is_as_if_it_always_had_it(before, after, save):
+    """All windows are open where the run was stopped, so nothing of the method's state may differ."""
+    resumed = weights_when_resumed(before, after, save)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, weights_when_resumed(after, after), strict=True))
+
+
+def test_windows_are_told_apart():
+    runs = [weights_when_resumed(window, window) for window in WINDOWS]
+    assert [largest_difference(run, runs[0]) > 0 for run in runs] == [False, True, True, True]
+    assert largest_difference(runs[2][:6], runs[3][:6]) == 0 < largest_difference(runs[2], runs[3])
