@@ -14,6 +14,8 @@ from slipstream.executor import Point, Snapshot, StateReader
 from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import StageSpec
 from slipstream.models.parts import LlamaParts, ModelParts
+from slipstream.models.roles import role
+from slipstream.models.shapes import parameter_shapes
 from slipstream.optim.build import build_optimizers
 from slipstream.optim.lr import rate_factor
 from slipstream.optim.state import WHOLE_OPTIMIZER, export_state, import_state, join_tensors, split_tensors
@@ -306,14 +308,15 @@ def publish_method(config: Config, optimizers: Mapping[str, torch.optim.Optimize
     return method
 
 
-def check_publish(config: Config) -> None:
-    """Refuse settings that :func:`publish_method` would refuse, before a model is built or anything is written.
+def check_update_path(config: Config) -> None:
+    """Refuse an optimizer or a publish method that cannot take the decoder's parameters, before anything is written.
 
     Raises:
-        ConfigError: As there.
+        ConfigError: As :func:`build_optimizers` and :func:`publish_method`.
     """
-    tiny = {"matrix": nn.Parameter(torch.ones(4, 4)), "vector": nn.Parameter(torch.ones(4))}
-    publish_method(config, build_optimizers(tiny, config.optim, role={"matrix": "q", "vector": "norm"}.__getitem__))
+    shapes = parameter_shapes(config.model).items()
+    params = {name: nn.Parameter(torch.zeros(()).expand(shape)) for name, shape in shapes}  # of one number's memory
+    publish_method(config, build_optimizers(params, config.optim, role=role))
 
 
 def _error_feedback(coefficient: Coefficient, *, delay: int) -> PublishMethod:

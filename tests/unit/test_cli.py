@@ -238,6 +238,14 @@ def test_a_run_directory_in_use_is_refused_and_left_alone(tmp_path, capsys):
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
+def test_a_rule_that_cannot_take_the_models_parameters_does_not_cost_the_old_run(tmp_path, capsys):
+    pytest.importorskip("pytorch_optimizer")
+    train(tmp_path, steps=1)
+    assert train(tmp_path, "--overwrite", "--optim.name", "soap", "--model.num-experts", 2) == 2
+    assert "takes single matrices" in capsys.readouterr().err
+    assert (tmp_path / "summary.json").exists()
+
+
 def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     train(tmp_path, "--checkpoint.every-steps", 1)
     (tmp_path / "notes.txt").write_text("mine")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.assembly import check_publish
+from slipstream.assembly import check_update_path
 from slipstream.config import (
     PIPELINE_TOO,
     SINGLE_ONLY,
@@ -182,7 +182,7 @@ def prepare_run(
         _check_cuts(config, config.dataparallel.num_stages)
     for warning in [*idle_settings(config), *check_staleness(config, delay=largest_delay(config))]:
         reporter.note(f"warning: {warning}")
-    check_publish(config)
+    check_update_path(config)
     loader = training_loader(config, dataset)
     validation_batches(config, dataset)
     checkpoint = (

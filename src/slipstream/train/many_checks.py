@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipstream.assembly import check_publish
+from slipstream.assembly import check_update_path
 from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, load_toml, resolve, to_dict
 from slipstream.data import Dataset, open_data
 from slipstream.dataparallel.checks import check_dataparallel
@@ -93,7 +93,7 @@ def _check(config: Config, dataset: Dataset, device: torch.device) -> list[str]:
     warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)
     # What has no effect at a delay, a grid leaves out by itself, and its controls are meant.
     warnings += check_staleness(config, delay=largest_delay(config), controls=False)
-    check_publish(config)
+    check_update_path(config)
     training_loader(config, dataset)
     validation_batches(config, dataset)
     return warnings
