@@ -116,6 +116,13 @@ class HubTokenizer:
         (Path(folder) / BPE_FILE).write_text(self._text, encoding="utf-8")
         write_identity(self, Path(folder))
 
+    def bare(self) -> "HubTokenizer":
+        """Return the tokenizer without the tokens that its file puts around a text, with the same ids otherwise."""
+        if not self._backend.num_special_tokens_to_add(is_pair=False):
+            return self
+        content = json.loads(self._text) | {"post_processor": None}
+        return HubTokenizer(json.dumps(content, ensure_ascii=False, indent=2), self.eos_id)
+
 
 def write_hub_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, with which transformers gives the same ids.
@@ -127,6 +134,8 @@ def write_hub_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: i
         folder: One that exists.
         context_length: Tokens of the sequences that the model was trained on.
     """
+    if isinstance(tokenizer, HubTokenizer):
+        tokenizer = tokenizer.bare()  # transformers would begin a text with a token that no document began with
     tokenizer.save(folder)
     if isinstance(tokenizer, ByteTokenizer):
         (folder / BPE_FILE).write_text(_byte_backend().to_str(pretty=True), encoding="utf-8")

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.data.hub_tokenizer import HubTokenizer, open_hub_tokenizer, write_hub_tokenizer
 from slipstream.data.text_checks import same_ids
@@ -72,6 +72,24 @@ def test_a_tokenizer_of_the_hub_is_saved_and_loaded(tmp_path):
     (tmp_path / "saved" / "tokenizer.json").write_text(json.dumps(changed))
     with pytest.raises(DataError, match="the file has changed"):
         load_tokenizer(tmp_path / "saved")
+
+
+def test_what_the_hub_puts_around_a_text_is_not_written(tmp_path):
+    """The data has none of it, so the model has not learnt what it means."""
+    for name in ("theirs", "written"):
+        (tmp_path / name).mkdir()
+    write_hub_tokenizer(tokenizer("bpe"), tmp_path / "theirs", context_length=64)
+    file = tmp_path / "theirs" / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    end = tokenizer("bpe").eos_id
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", end)]
+    )
+    theirs = HubTokenizer(backend.to_str(), end)
+    write_hub_tokenizer(theirs, tmp_path / "written", context_length=64)
+    written = tokenizers.Tokenizer.from_file(str(tmp_path / "written" / "tokenizer.json"))
+    assert written.encode("to be").ids == theirs.encode("to be") != backend.encode("to be").ids
+    assert same_ids(open_hub_tokenizer(tmp_path / "written"), theirs)
 
 
 def test_bytes_of_a_tokenizer_that_writes_spaces_as_low_lines():
