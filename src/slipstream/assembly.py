@@ -73,7 +73,7 @@ class StageParts:
         self.tied_pair = next(((embedding, head) for head, embedding in tied.items()), None)
         self.parameter_of = {leaf: tied.get(leaf, leaf) for leaf, _ in module.named_parameters()}
         initial = {self.parameter_of[leaf]: tensor.detach() for leaf, tensor in module.named_parameters()}
-        masters = {name: nn.Parameter(tensor.clone()) for name, tensor in initial.items()}
+        masters = {name: nn.Parameter(tensor.to(torch.float32, copy=True)) for name, tensor in initial.items()}
         dtype = getattr(torch, config.train.compute_dtype)
         weights = VersionedWeights(initial, num_buffers=num_versions, dtype=dtype)
         self.router_log = RouterLog(batch_share=1 / config.pipeline.num_microbatches)

@@ -11,8 +11,9 @@ from tests.distributed.pool import shared_pool
 from slipstream.config import resolve
 from slipstream.errors import ConfigError
 from slipstream.train.metrics import read_json_lines
-from slipstream.train.own import fit
+from slipstream.train.own import fit, open_own
 from slipstream.train.progress import SilentReporter
+from slipstream.train.single import SingleExecutor
 from slipstream.train.trained import open_trained
 
 
@@ -68,8 +69,6 @@ def test_one_step_is_that_of_a_plain_loop():
     for module in own.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    from slipstream.train.single import SingleExecutor
-
     executor = SingleExecutor(config, work.source, device=torch.device("cpu"), model=parts)
     batch = work.source(0)
     x = own.embed(torch.from_numpy(batch.inputs))
@@ -88,6 +87,20 @@ def test_one_step_is_that_of_a_plain_loop():
             if name == "embed.weight":
                 gradient = gradient + own.head.weight.grad
             torch.testing.assert_close(masters[name].detach(), parameter - 0.1 * gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_module_of_any_type_has_masters_of_float32(dtype):
+    config = own_settings(optim={"name": "muon"}, staleness={"delay": 1}, train={"num_steps": 2})
+    images = MODELS["images"]
+    losses = []
+    for build in (lambda: images.build().to(dtype), lambda: images.build().to(dtype).float()):
+        model = dataclasses.replace(images, build=build)
+        work = open_own(model, Data("images", rows=6, microbatch=2), config, 0, None)
+        executor = SingleExecutor(config, work.source, device=torch.device("cpu"), model=work.model)
+        losses.append([executor.run_step().loss for _ in range(2)])
+        assert {master.dtype for master in executor._parts.updater.masters.values()} == {torch.float32}
+    assert losses[0] == losses[1]
 
 
 def test_from_settings_to_summary_and_on_from_a_checkpoint(tmp_path):

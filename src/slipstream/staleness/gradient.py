@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """Gradient of one batch's loss with respect to a set of named parameters.
+    """Gradient of one batch's loss, its *mean* over valid tokens, with respect to a set of named parameters.
 
     Attributes:
         tensors: Gradient by parameter name, each of its parameter's shape, in the master weights' dtype; ``None``
@@ -18,8 +17,6 @@ class Gradient:
         read_version: Version of the weights that every forward and backward of the batch read; the oldest of them
             where ``read_versions`` tells parameters apart.
         num_tokens: Valid target tokens of the batch.
-        reduction: Whether the loss was a ``"mean"`` over those tokens or their ``"sum"``. It travels with the
-            gradient because a weight that is right for one is wrong for the other.
         read_versions: Version read by parameter name, where they differ; ``None``: ``read_version`` for all.
         worker: Number of the worker that computed it; ``None``: there are none to tell apart.
     """
@@ -27,7 +24,6 @@ class Gradient:
     tensors: Mapping[str, Tensor | None]
     read_version: int
     num_tokens: int
-    reduction: Literal["mean", "sum"] = "mean"
     read_versions: Mapping[str, int] | None = None
     worker: int | None = None
 
@@ -72,12 +68,11 @@ class GradientAccumulator:
     The sums belong to the batch, not to the leaves: two batches may compute on the same leaves (the first two of
     PipeDream-2BW do), and a batch's sum may have to wait while the next batch computes.
 
-    Args:
-        dtype: Type of the sums; microbatch gradients of a narrower type are widened before they are added.
+    The sums are float32, as the master weights are; microbatch gradients of a narrower type are widened before they are
+    added.
     """
 
-    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, leaves: Mapping[str, Tensor]) -> None:
@@ -89,7 +84,7 @@ class GradientAccumulator:
             if name in self._sums:
                 self._sums[name].add_(gradient)
             else:
-                self._sums[name] = gradient.to(self._dtype)
+                self._sums[name] = gradient.to(torch.float32)
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums by leaf name, without the leaves that got no gradient, and begin a new batch."""
