@@ -71,7 +71,8 @@ def _leaf_delays(config: Config, delay: int) -> dict[str, int] | None:
         return None
     delays = dict.fromkeys(parameter_names(config.model), delay)
     if staleness.delay_stages:
-        for stage, spec in enumerate(stages(config.model, staleness.delay_stages)):
+        cuts = stages(config.model, staleness.delay_stages, sequence_length=config.data.sequence_length)
+        for stage, spec in enumerate(cuts):
             for leaf, _ in build_stage(
                 config.model, spec.blocks, embed=spec.embed, head=spec.head, device="meta"
             ).named_parameters():
