@@ -34,7 +34,6 @@ class StepReport:
         idle_s: Seconds that ranks waited for one another since the report before, summed over ranks.
         num_ranks: Ranks that ``idle_s`` is summed over.
         stop: Every rank ends after this step, because one of them asked for it.
-        method_metrics: What corrections and discounts tell of themselves, by name; not in a pipeline either.
         staleness_mean: Mean over the gradients of the update; ``None``: there was one.
         step_s: Seconds since the update before, by a clock of the executor's own; ``None``: the wall's.
         router: What the router of each layer with experts did in the batch, in the order of layers.
@@ -50,7 +49,6 @@ class StepReport:
     idle_s: float = 0.0
     num_ranks: int = 1
     stop: bool = False
-    method_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     staleness_mean: float | None = None
     step_s: float | None = None
     router: tuple[RouterReport, ...] = ()
@@ -130,6 +128,9 @@ class Executor(Protocol):
 
     def restore(self, state: StateReader) -> None:
         """Continue from a saved state."""
+
+    def method_metrics(self) -> Mapping[str, float]:
+        """Return what corrections, discounts and error feedback tell of themselves, by name; of what is held here."""
 
     def figures(self) -> Mapping[str, Any]:
         """Return what the run's summary holds of this executor beside what all have."""

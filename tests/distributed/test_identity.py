@@ -5,16 +5,27 @@ the ranks of a pool; nothing is rounded before the comparison. The evaluations b
 part of what is compared, so neither may disturb the other.
 """
 
+import functools
 import itertools
 
 import pytest
-from tests.distributed.harness import as_pipeline, on_rank, run_config, settings, single, whole
-from tests.distributed.pool import shared_pool
+from tests.distributed.harness import (
+    as_pipeline,
+    batch_of,
+    on_rank,
+    pipeline_executor,
+    run_config,
+    settings,
+    single,
+    whole,
+)
+from tests.distributed.pool import CPU, shared_pool
 
 from slipstream.config import SCHEDULE_DELAY
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
+from slipstream.train.single import SingleExecutor
 
 HARD = {"dropout": 0.2, "activation_checkpointing": True}
 
@@ -160,6 +171,29 @@ def test_odd_sizes(num_stages, num_microbatches, extra, num_layers):
         train={"microbatch_size": size},
     )
     assert on_pipeline(as_pipeline(config, num_stages, extra=extra)) == single(config)
+
+
+def told(rank, config):
+    """Train as one rank; return what its methods tell of themselves."""
+    executor = pipeline_executor(rank, config)
+    for _ in range(config.train.num_steps):
+        executor.run_step()
+    executor.close()
+    return dict(executor.method_metrics())
+
+
+def test_a_stage_tells_of_its_own_coefficients():
+    config = settings(staleness={"delay": 1, "error_feedback": "auto"})
+    alone = SingleExecutor(config, functools.partial(batch_of, config), device=CPU)
+    for _ in range(config.train.num_steps):
+        alone.run_step()
+    expected = dict(alone.method_metrics())
+    assert any(expected.values())
+    assert shared_pool(1).run(told, as_pipeline(config, 1)) == [expected]
+    first, last = shared_pool(2).run(told, as_pipeline(config, 2))
+    assert first["error_feedback/embedding"] == expected["error_feedback/embedding"]
+    assert last["error_feedback/head"] == expected["error_feedback/head"]
+    assert first.keys() | last.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])

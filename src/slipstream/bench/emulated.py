@@ -16,7 +16,7 @@ from slipstream.executor import BatchSource
 from slipstream.models.partition import stages
 from slipstream.pipeline.runtime import ProgramBuilder
 from slipstream.pipeline.schedules import ScheduleSpec
-from slipstream.pipeline.stage import StageProgram
+from slipstream.pipeline.stage import Read, StageProgram
 from slipstream.pipeline.transport import Transport
 
 
@@ -50,6 +50,7 @@ class EmulatedProgram(StageProgram[StageParts]):
     def forward(self, microbatch: int, version: int, received: Tensor | None) -> Tensor | None:
         """Sleep; the version has to be there all the same."""
         self.parts.module(version)
+        self._reads[microbatch // self._num_microbatches] = Read(version, 1)
         time.sleep(self._forward_s)
         return None if self.parts.spec.head else self._message
 
@@ -65,10 +66,6 @@ class EmulatedProgram(StageProgram[StageParts]):
     def take_loss(self, batch: int) -> Tensor | None:
         """Return 0 on the last stage."""
         return torch.zeros(()) if self.parts.spec.head else None
-
-    def take_num_tokens(self, batch: int) -> int:
-        """Return 1."""
-        return 1
 
 
 def emulated_builder(bench: BenchPipelineConfig) -> ProgramBuilder:

@@ -4,7 +4,7 @@ An engine is one file with one class on :class:`Engine`, and a case in :func:`bu
 """
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,6 +100,10 @@ class Engine(abc.ABC):
             "throughput_share": self.throughput_share(),
         } | self.server.figures()
 
+    def method_metrics(self) -> Mapping[str, float]:
+        """Return what the server's methods against staleness tell of themselves, by name."""
+        return self.server.method_metrics()
+
     def report(self, record: StepRecord, *, step_s: float, stop: bool) -> StepReport:
         """Return what the training loop is told of a step.
 
@@ -120,7 +124,6 @@ class Engine(abc.ABC):
             skipped=update.skipped,
             stop=stop,
             step_s=step_s,
-            method_metrics=self.server.method_metrics(),
             router=tuple(RouterReport(*row) for row in self.server.router_tally.take()),
         )
 

@@ -251,7 +251,7 @@ class _StageDesk:
         """Close a cycle: push its gradient, or say how long it took."""
         cycle = self._cycles.pop(number)
         sums, loss = self._program.take_gradients(), self._program.take_loss(number)
-        num_tokens = self._program.take_num_tokens(number)
+        num_tokens = self._program.take_read(number).num_tokens
         router = self._program.end(number)
         if cycle.order is None:
             self._report_trial(cycle)

@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple, get_args
 from slipstream.errors import ScheduleError
 
 Op = Literal["F", "B", "I", "W", "N", "O", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-"""F forward, B backward, I / W its input- and weight-gradient halves, N norm posted (never waits), O optimizer step
-and publish (waits until every stage has posted N), SEND (never waits) and RECV (waits) of each direction."""
+"""F forward, B backward, I / W its input- and weight-gradient halves, N norm posted (waits for nobody, but a
+tied embedding's stage for the head's gradient, which has been sent by then), O optimizer step and publish (waits until
+every stage has posted N), SEND (never waits) and RECV (waits) of each direction."""
 
 COMPUTE_OPS = frozenset({"F", "B", "I", "W"})
 """Ops that run one microbatch on one weights version."""

@@ -55,11 +55,6 @@ def phases(spec: ScheduleSpec, staleness: StalenessConfig, *, first_batch: int, 
     return [Phase(each, int(start), int(stop)) for each, start, stop in clipped if start < stop]
 
 
-def staleness_of(spec: ScheduleSpec, staleness: StalenessConfig, batch: int) -> int:
-    """Return the updates between the version that a batch reads and the newest one."""
-    return phases(spec, staleness, first_batch=batch, num_batches=batch + 1)[0].spec.staleness
-
-
 def phased_stream(
     spec: ScheduleSpec, staleness: StalenessConfig, *, rank: int, first_batch: int, num_batches: int
 ) -> Iterator[Action]:

@@ -18,7 +18,7 @@ from slipstream.models.parts import ModelParts
 from slipstream.pipeline.actions import Action
 from slipstream.pipeline.flow import Flow
 from slipstream.pipeline.norms import NormExchange
-from slipstream.pipeline.phases import phased_stream, staleness_of
+from slipstream.pipeline.phases import phased_stream
 from slipstream.pipeline.schedules import ScheduleSpec, schedule_spec
 from slipstream.pipeline.stage import StageProgram
 from slipstream.pipeline.tied import TiedExchange
@@ -137,6 +137,10 @@ class PipelineExecutor:
         """Return a copy of the state after the newest update; needs no other rank and no drained pipeline."""
         return merged([program.parts.snapshot() for program in self._programs.values()])
 
+    def method_metrics(self) -> Mapping[str, float]:
+        """Return what methods against staleness tell of themselves, by name, on this rank's first stage."""
+        return next(iter(self._programs.values())).parts.method_metrics()
+
     def figures(self) -> Mapping[str, Any]:
         """Return nothing beside what all executors have."""
         return {}
@@ -173,11 +177,8 @@ class PipelineExecutor:
         program, batch = self._programs[stage], version - 1
         parts = program.parts
         sums = self._tied.offer(parts, program.take_gradients())
-        gradient = Gradient(
-            tensors=parts.by_parameter(sums),
-            read_version=max(batch - staleness_of(self._spec, self._config.staleness, batch), 0),
-            num_tokens=program.take_num_tokens(batch),
-        )
+        read = program.take_read(batch)
+        gradient = Gradient(tensors=parts.by_parameter(sums), read_version=read.version, num_tokens=read.num_tokens)
         self._gradients[stage, version] = gradient
         owned = {name: gradient.tensors[name] for name in parts.owned}
         part = Gradient(tensors=owned, read_version=0, num_tokens=0)

@@ -31,10 +31,6 @@ from slipstream.errors import ConfigError, nearest
 from slipstream.pipeline.actions import Action, add_communication
 from slipstream.pipeline.validation import ScheduleFacts, validate
 
-BatchLimit = int | Callable[[], int | None] | None
-"""Where the batches end: a number, none for never, or a function that is asked before each batch's first forward,
-so that a run can be stopped under way."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
@@ -162,8 +158,7 @@ def order(
     *,
     rank: int,
     first_batch: int = 0,
-    first_version: int = 0,
-    num_batches: BatchLimit = None,
+    num_batches: int | None = None,
 ) -> Iterator[Action]:
     """Yield one rank's F, B, N and O actions over batches first_batch ... num_batches - 1.
 
@@ -172,9 +167,7 @@ def order(
         rank: Whose actions.
         first_batch: Batch to start at. To resume after step k, start at batch k with weights versions k and (two_bw)
             k - 1; microbatches of batch k that were in flight at the save are run again.
-        first_version: Oldest version there is: batch b reads max(b - staleness, first_version). Greater than 0 only
-            where a run starts at batch k without version k - 1.
-        num_batches: Batch to stop before; see :data:`BatchLimit`.
+        num_batches: Batch to stop before; ``None``: never.
 
     Example:
         >>> spec = ScheduleSpec(name="two_bw", num_ranks=2, num_microbatches=2)
@@ -183,7 +176,7 @@ def order(
     """
     if not 0 <= rank < spec.num_ranks:
         raise ConfigError(f"rank is {rank}; ranks are 0 to {spec.num_ranks - 1}.")
-    return ORDERS[spec.name](spec, rank, first_batch, first_version, num_batches)
+    return ORDERS[spec.name](spec, rank, first_batch, num_batches)
 
 
 def stream(
@@ -191,15 +184,14 @@ def stream(
     *,
     rank: int,
     first_batch: int = 0,
-    first_version: int = 0,
-    num_batches: BatchLimit = None,
+    num_batches: int | None = None,
 ) -> Iterator[Action]:
     """Yield what :func:`order` yields, with sends and receives: the stream that a rank's runtime executes."""
-    actions = order(spec, rank=rank, first_batch=first_batch, first_version=first_version, num_batches=num_batches)
+    actions = order(spec, rank=rank, first_batch=first_batch, num_batches=num_batches)
     return add_communication(actions, num_stages=spec.num_stages, num_ranks=spec.num_ranks)
 
 
-def verify(spec: ScheduleSpec, *, num_batches: int, first_batch: int = 0, first_version: int = 0) -> ScheduleFacts:
+def verify(spec: ScheduleSpec, *, num_batches: int, first_batch: int = 0) -> ScheduleFacts:
     """Validate all ranks' streams over batches first_batch ... num_batches - 1.
 
     A schedule repeats itself with each batch once the pipeline is full (within two batches), so a few batches prove
@@ -210,21 +202,15 @@ def verify(spec: ScheduleSpec, *, num_batches: int, first_batch: int = 0, first_
     """
     ranks = range(spec.num_ranks)
     return validate(
-        [
-            list(stream(spec, rank=rank, first_batch=first_batch, first_version=first_version, num_batches=num_batches))
-            for rank in ranks
-        ],
+        [list(stream(spec, rank=rank, first_batch=first_batch, num_batches=num_batches)) for rank in ranks],
         num_microbatches=spec.num_microbatches,
         staleness=spec.staleness,
         max_activations=[spec.num_ahead(rank) + 1 for rank in ranks],
         first_batch=first_batch,
-        first_version=first_version,
     )
 
 
-def flushing(
-    spec: ScheduleSpec, rank: int, first_batch: int, first_version: int, num_batches: BatchLimit
-) -> Iterator[Action]:
+def flushing(spec: ScheduleSpec, rank: int, first_batch: int, num_batches: int | None) -> Iterator[Action]:
     """Drain the pipeline at each step: gpipe, one_f_one_b and interleaved, which differ in num_ahead alone.
 
     With several stages a rank, microbatches go in groups of p: a group passes the rank's first stage, then its
@@ -236,25 +222,22 @@ def flushing(
     forwards = [(stage, i) for group in groups for stage in stages for i in group]
     backwards = [(stage, i) for group in groups for stage in reversed(stages) for i in group]
     ahead = spec.num_ahead(rank)
-    for batch in _batches(first_batch, num_batches):
-        version = max(batch, first_version)
+    for batch in itertools.count(first_batch) if num_batches is None else range(first_batch, num_batches):
         for slot in range(len(forwards) + ahead):
             if slot < len(forwards):
                 stage, i = forwards[slot]
-                yield Action(stage, "F", batch * m + i, version)
+                yield Action(stage, "F", batch * m + i, batch)
             if slot >= ahead:
                 stage, i = backwards[slot - ahead]
-                yield Action(stage, "B", batch * m + i, version)
+                yield Action(stage, "B", batch * m + i, batch)
                 if i == m - 1:
                     yield Action(stage, "N", None, batch + 1)
         for stage in stages:
             yield Action(stage, "O", None, batch + 1)
 
 
-def two_bw(
-    spec: ScheduleSpec, rank: int, first_batch: int, first_version: int, num_batches: BatchLimit
-) -> Iterator[Action]:
-    """Forward and backward in turn for ever; batch b reads version max(b - 1, first_version).
+def two_bw(spec: ScheduleSpec, rank: int, first_batch: int, num_batches: int | None) -> Iterator[Action]:
+    """Forward and backward in turn for ever; batch b reads version max(b - 1, 0).
 
     Where the step stands. Version b+1 is first read by batch b+2, so on every stage O@(b+1) must come after the
     batch's last backward and before forward (b+2) m. It comes right before forward
@@ -269,22 +252,19 @@ def two_bw(
     m = spec.num_microbatches
     ahead = spec.num_ahead(rank)
     wait = min(spec.num_ranks + spec.num_extra_in_flight, m)
-    batches = _batches(first_batch, num_batches)
     first = end = first_batch * m  # forwards begin at `first`; `end` follows the last one begun
     version = first_batch
-    is_open = True
     for slot in itertools.count(first):
         if slot == (version + 1) * m + wait:
             version += 1
             yield Action(rank, "O", None, version)
-        if is_open and slot % m == 0:
-            is_open = next(batches, None) is not None
+        is_open = num_batches is None or slot < num_batches * m
         if is_open:
-            yield Action(rank, "F", slot, max(slot // m - 1, first_version))
+            yield Action(rank, "F", slot, max(slot // m - 1, 0))
             end = slot + 1
         backward = slot - ahead
         if first <= backward < end:
-            yield Action(rank, "B", backward, max(backward // m - 1, first_version))
+            yield Action(rank, "B", backward, max(backward // m - 1, 0))
             if (backward + 1) % m == 0:
                 yield Action(rank, "N", None, backward // m + 1)
         if not is_open and backward >= end - 1:
@@ -305,16 +285,7 @@ def _groups(spec: ScheduleSpec) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
-def _batches(first_batch: int, num_batches: BatchLimit) -> Iterator[int]:
-    """Count batches; whether there is another is decided when it is asked for."""
-    for batch in itertools.count(first_batch):
-        limit = num_batches() if callable(num_batches) else num_batches
-        if limit is not None and batch >= limit:
-            return
-        yield batch
-
-
-Order = Callable[[ScheduleSpec, int, int, int, BatchLimit], Iterator[Action]]
+Order = Callable[[ScheduleSpec, int, int, int | None], Iterator[Action]]
 
 ORDERS: Mapping[str, Order] = MappingProxyType(
     {"two_bw": two_bw, "one_f_one_b": flushing, "gpipe": flushing, "interleaved": flushing}

@@ -43,6 +43,15 @@ class StageModules(Protocol):
 Modules = TypeVar("Modules", bound=StageModules)
 
 
+class Read(NamedTuple):
+    """What a batch was computed on and of."""
+
+    version: int
+    """Of the weights."""
+    num_tokens: int
+    """Valid target tokens."""
+
+
 class _InFlight(NamedTuple):
     """A microbatch between its forward and its backward."""
 
@@ -87,7 +96,7 @@ class StageProgram(Generic[Modules]):
         self._accumulator = GradientAccumulator()
         self._batch: Batch | None = None
         self._losses: dict[int, Tensor] = {}
-        self._num_tokens: dict[int, int] = {}
+        self._reads: dict[int, Read] = {}
         self.peak_in_flight = 0
 
     def forward(self, microbatch: int, version: int, received: Tensor | None) -> Tensor | None:
@@ -117,7 +126,7 @@ class StageProgram(Generic[Modules]):
             # The whole batch's token count is the one normalization, so no mean of means arises.
             output = self._loss_sum(output, to_device(part.targets, self._device)) / num_tokens
             self._losses[batch] = self._losses.get(batch, 0) + output.detach().double()
-        self._num_tokens[batch] = num_tokens
+        self._reads[batch] = Read(version, num_tokens)
         leaf = None if received is None else x
         self._in_flight[microbatch] = _InFlight(leaf, output, version, self._num_writes(version))
         self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
@@ -161,9 +170,9 @@ class StageProgram(Generic[Modules]):
         """Return what a batch's routers did by layer, after its last backward; empty without experts."""
         return self.parts.router_log.take(batch)
 
-    def take_num_tokens(self, batch: int) -> int:
-        """Return a batch's valid target tokens, after its last backward."""
-        return self._num_tokens.pop(batch)
+    def take_read(self, batch: int) -> Read:
+        """Return what a batch read, after its last backward."""
+        return self._reads.pop(batch)
 
     def _leaves(self, version: int) -> dict[str, nn.Parameter]:
         return self.parts.leaves[version % len(self.parts.leaves)]

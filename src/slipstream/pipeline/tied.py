@@ -8,6 +8,7 @@
 The first rank's last backward comes after the last rank's, so its wait at N finds the message there.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
@@ -106,8 +107,4 @@ class TiedExchange:
         other = self._channels["tied_to_last"].receive(0, what="the tied embedding's gradient")
         held = gradient.tensors[embedding]
         total = other if held is None else other + held
-        return Gradient(
-            tensors=dict(gradient.tensors) | {embedding: total},
-            read_version=gradient.read_version,
-            num_tokens=gradient.num_tokens,
-        )
+        return dataclasses.replace(gradient, tensors={**gradient.tensors, embedding: total})

@@ -33,7 +33,6 @@ def validate(
     staleness: int,
     max_activations: Sequence[int] | None = None,
     first_batch: int = 0,
-    first_version: int = 0,
 ) -> ScheduleFacts:
     """Execute streams symbolically and raise at the first action that is wrong.
 
@@ -43,7 +42,7 @@ def validate(
       entered it, and none is left over;
     * every stage runs each microbatch forward and backward once and in order (gradients accumulate in this order,
       and sums of floats depend on it);
-    * batch b reads version max(b - staleness, first_version) on every stage, forward and backward, and that version
+    * batch b reads version max(b - staleness, 0) on every stage, forward and backward, and that version
       has been published there by then;
     * a step comes after its norm, which comes after the batch's last backward (with the line above: at most
       staleness + 1 versions are live, and version v finds buffer v mod (staleness + 1) free);
@@ -58,7 +57,6 @@ def validate(
         max_activations: One bound a rank, over all its stages; none: any number is allowed.
         first_batch: Batch at which the streams start. The stages then hold version ``first_batch`` and the
             ``staleness`` ones before it.
-        first_version: Oldest version there is.
 
     Returns:
         What the streams need.
@@ -75,7 +73,6 @@ def validate(
         staleness=staleness,
         max_activations=max_activations,
         first_batch=first_batch,
-        first_version=first_version,
     )
     execution.run()
     return execution.facts()
@@ -104,14 +101,12 @@ class _Execution:
         staleness: int,
         max_activations: Sequence[int] | None,
         first_batch: int,
-        first_version: int,
     ) -> None:
         self.streams = streams
         self.num_microbatches = num_microbatches
         self.staleness = staleness
         self.max_activations = max_activations
         self.first_batch = first_batch
-        self.first_version = first_version
         self.staleness_max = 0
         self.stages: dict[int, _Stage] = {}
         self.in_flight = [0] * len(streams)
@@ -247,7 +242,7 @@ class _Execution:
             )
         stage.version = version
         stage.max_live = max(stage.max_live, live + 1)
-        read = max(version - 1 - self.staleness, self.first_version)
+        read = max(version - 1 - self.staleness, 0)
         self.staleness_max = max(self.staleness_max, version - 1 - read)
         return True
 
@@ -301,7 +296,7 @@ class _Execution:
     def _check_version(self, action: Action) -> int:
         assert action.microbatch is not None
         batch = action.microbatch // self.num_microbatches
-        expected = max(batch - self.staleness, self.first_version)
+        expected = max(batch - self.staleness, 0)
         if action.version != expected:
             _fail(action, f"reads version {action.version}, but batch {batch} must read {expected} everywhere")
         return expected

@@ -88,9 +88,12 @@ class SingleExecutor:
             num_tokens=batch.num_tokens,
             skipped=report.skipped,
             stop=stop_requested,
-            method_metrics=self._parts.method_metrics(),
             router=tuple(RouterReport(*each.tolist()) for _, each in sorted(router.items())),
         )
+
+    def method_metrics(self) -> Mapping[str, float]:
+        """Return what methods against staleness tell of themselves, by name."""
+        return self._parts.method_metrics()
 
     def _accumulate(self, batch: Batch, versions: Mapping[str, int]) -> float:
         """Run forward and backward of each microbatch in order; return the batch's mean loss."""

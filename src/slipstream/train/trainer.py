@@ -251,11 +251,8 @@ class Trainer:
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "skipped": report.skipped,
         }
-        if report.method_metrics and _due(report.step, self._config.log.every_steps):
-            row["method_metrics"] = dict(report.method_metrics)
-        if self._config.executor == "dataparallel" and _due(report.step, self._config.log.every_steps):
-            figures = self._executor.figures()
-            row["workers"] = {key: figures[key] for key in WORKER_FIGURES}
+        if _due(report.step, self._config.log.every_steps):
+            row |= self._sometimes()
         if report.router:
             row["router"] = router_figures(report.router, loss=report.loss)
         self._metrics.write(row)
@@ -263,6 +260,16 @@ class Trainer:
             self._trackers.row(row, of="train")
         remaining = self._config.train.num_steps - report.step
         self._reporter.on_step(row, eta_s=remaining * statistics.fmean(self._step_times))
+
+    def _sometimes(self) -> dict[str, Any]:
+        """Return what not every row has: it is longer than all the rest."""
+        found: dict[str, Any] = {}
+        if metrics := self._executor.method_metrics():
+            found["method_metrics"] = dict(metrics)
+        if self._config.executor == "dataparallel":
+            figures = self._executor.figures()
+            found["workers"] = {key: figures[key] for key in WORKER_FIGURES}
+        return found
 
     def _evaluate(self) -> Evaluation:
         begin = time.perf_counter()

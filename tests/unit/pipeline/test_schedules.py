@@ -132,21 +132,6 @@ def test_endless_stream_begins_like_a_long_one(name: str) -> None:
         assert format_order(endless) == format_order(long)
 
 
-@settings(deadline=None, max_examples=80)
-@given(spec=st.one_of(two_bw_specs(), flushing_specs()), data=st.data())
-def test_run_that_is_stopped_under_way_drains(spec: ScheduleSpec, data: st.DataObject) -> None:
-    """A limit that appears after some forward ends the stream behind that forward's batch, steps and all."""
-    rank = data.draw(st.integers(0, spec.num_ranks - 1))
-    stop_at = data.draw(st.integers(0, 4 * spec.num_microbatches - 1))
-    limit: list[int] = []
-    got = []
-    for action in order(spec, rank=rank, num_batches=lambda: limit[0] if limit else None):
-        got.append(action)
-        if action.op == "F" and action.microbatch == stop_at and not limit:
-            limit.append(stop_at // spec.num_microbatches + 1)
-    assert got == list(order(spec, rank=rank, num_batches=limit[0]))
-
-
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_resumed_stream_makes_the_updates_that_the_first_one_still_owed(name: str, rank: int) -> None:
@@ -160,13 +145,6 @@ def test_resumed_stream_makes_the_updates_that_the_first_one_still_owed(name: st
     for ops in ("F", "B"):
         assert of_batches_from_3(resumed, ops) == of_batches_from_3(whole, ops)
     assert [a for a in resumed if a.op == "O"] == [a for a in whole if a.op == "O"][3 * len(spec.stages(rank)) :]
-
-
-def test_run_that_starts_without_the_older_version() -> None:
-    spec = ScheduleSpec(name="two_bw", num_ranks=2, num_microbatches=2)
-    actions = list(order(spec, rank=1, first_batch=5, first_version=5, num_batches=8))
-    assert [a.version for a in actions if a.op == "F"] == [5, 5, 5, 5, 6, 6]
-    assert verify(spec, first_batch=5, first_version=5, num_batches=8).staleness_max == 1
 
 
 def test_no_batches_no_actions() -> None:
