@@ -13,7 +13,7 @@ from slipstream.config import Coefficient, Config
 from slipstream.executor import Point, Snapshot, StateReader
 from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import StageSpec
-from slipstream.models.parts import LlamaParts, ModelParts
+from slipstream.models.parts import LlamaParts, ModelParts, master_names, tied_pair
 from slipstream.models.roles import role
 from slipstream.models.shapes import parameter_shapes
 from slipstream.optim.build import build_optimizers
@@ -68,9 +68,9 @@ class StageParts:
         self.model = model = model or llama_parts(config)
         tied = model.tied
         self.spec = spec
-        self.names = [name for name in model.names if name not in tied]
+        self.names = master_names(model)
         module = model.build(spec, device)
-        self.tied_pair = next(((embedding, head) for head, embedding in tied.items()), None)
+        self.tied_pair = tied_pair(model)
         self.parameter_of = {leaf: tied.get(leaf, leaf) for leaf, _ in module.named_parameters()}
         initial = {self.parameter_of[leaf]: tensor.detach() for leaf, tensor in module.named_parameters()}
         masters = {name: nn.Parameter(tensor.to(torch.float32, copy=True)) for name, tensor in initial.items()}

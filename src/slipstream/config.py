@@ -109,7 +109,7 @@ def explicit_settings(path: str | Path) -> set[str]:
         ConfigError: As :func:`load_toml`.
     """
     load_toml(path)
-    return set(_flat(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
+    return set(flattened(tomllib.loads(Path(path).read_text(encoding="utf-8"))))
 
 
 def from_dict(table: Mapping[str, Any], *, source: str = "config") -> Config:
@@ -218,7 +218,7 @@ def _resolved_delay(config: Config) -> int:
 
 def _check_ranges(config: Config) -> None:
     """Refuse numbers that no run can use. Model and optimizer settings are checked where they are understood."""
-    for name, value in _flat(dataclasses.asdict(config)).items():
+    for name, value in flattened(dataclasses.asdict(config)).items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"{name} is {number}; give a finite number.")
@@ -323,7 +323,7 @@ def trajectory_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
     Returns:
         ``(old, new)`` by dotted key.
     """
-    before, after = _flat(old), _flat(new)
+    before, after = flattened(old), flattened(new)
     keys = sorted(before.keys() | after.keys())
     return {
         key: (before.get(key), after.get(key))
@@ -332,10 +332,11 @@ def trajectory_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
     }
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, by names with dots."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
 
 

@@ -11,16 +11,14 @@ from slipstream.config import Config
 from slipstream.data import Dataset
 from slipstream.data.loader import Batch, Loader
 from slipstream.models.llama import cross_entropy_sum
+from slipstream.models.moe import MicrobatchKey
 from slipstream.models.nested import map_tensors
 from slipstream.models.parts import Loss
 from slipstream.staleness.gradient import GradientAccumulator
 
-DropoutKey = tuple[int, int]
-"""Batch, and microbatch in it."""
-
 
 def run_microbatches(
-    microbatches: Iterable[tuple[DropoutKey, Batch]],
+    microbatches: Iterable[tuple[MicrobatchKey, Batch]],
     *,
     module: nn.Module,
     leaves: Mapping[str, Tensor],

@@ -275,11 +275,6 @@ def _check_staleness(staleness: StalenessConfig) -> None:
                 f"staleness.{name} is {getattr(staleness, name)!r}, but with the executor 'dataparallel' the workers' "
                 "speeds say how stale a gradient is. Leave it out, or use --executor single."
             )
-    if staleness.error_feedback == "auto":
-        raise ConfigError(
-            "staleness.error_feedback is 'auto', which foretells one delay that all batches have; with the executor "
-            "'dataparallel' each has its own. Give a number."
-        )
     if staleness.prediction != "none" and not staleness.prediction_steps:
         raise ConfigError(
             f"staleness.prediction is '{staleness.prediction}' without staleness.prediction_steps; with the executor "

@@ -4,6 +4,8 @@ import dataclasses
 import math
 import random
 
+from slipstream.settings import DataParallelConfig
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emulation:
@@ -20,6 +22,16 @@ class Emulation:
     speeds: tuple[float, ...] = ()
     jitter: float = 0.0
     seed: int = 0
+
+    @classmethod
+    def of(cls, settings: DataParallelConfig) -> "Emulation":
+        """Return what the settings of a run name; a microbatch without emulated time takes none."""
+        return cls(
+            microbatch_s=settings.emulate_microbatch_ms / 1000,
+            speeds=settings.emulate_speeds,
+            jitter=settings.emulate_jitter,
+            seed=settings.seed,
+        )
 
     def speed(self, worker: int) -> float:
         """Return a worker's nominal speed."""

@@ -5,6 +5,7 @@ An engine is one file with one class on :class:`Engine`, and a case in :func:`bu
 
 import abc
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,12 +49,8 @@ class Engine(abc.ABC):
         cuts = stages(config.model, settings.num_stages, sequence_length=config.data.sequence_length)
         parts = [StageParts(of_server, cut, num_versions=num_versions, device=device) for cut in cuts]
         self.server = Server(config, parts, identity=identity)
-        self.emulation = Emulation(
-            microbatch_s=settings.emulate_microbatch_ms / 1000 or VIRTUAL_MICROBATCH_S,
-            speeds=settings.emulate_speeds,
-            jitter=settings.emulate_jitter,
-            seed=settings.seed,
-        )
+        emulation = Emulation.of(settings)
+        self.emulation = replace(emulation, microbatch_s=emulation.microbatch_s or VIRTUAL_MICROBATCH_S)
 
     @property
     def step(self) -> int:

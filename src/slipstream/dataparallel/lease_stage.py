@@ -14,8 +14,7 @@ from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.router_tally import RouterRows
 from slipstream.dataparallel.shared import Layout
 from slipstream.executor import BatchSource
-from slipstream.microbatches import DropoutKey
-from slipstream.models.moe import RouterLog, attach_log
+from slipstream.models.moe import MicrobatchKey, RouterLog, attach_log
 from slipstream.models.partition import StageSpec
 from slipstream.models.parts import ModelParts
 from slipstream.pipeline.cycle_order import NUM_BUFFERS
@@ -80,10 +79,10 @@ class LeaseProgram(StageProgram[StageBuffers]):
         self, modules: StageBuffers, microbatches: BatchSource, *, step_microbatches: int, device: torch.device
     ) -> None:
         super().__init__(modules, microbatches, num_microbatches=step_microbatches, device=device)
-        self._places: dict[int, tuple[int, DropoutKey, Batch, int]] = {}
+        self._places: dict[int, tuple[int, MicrobatchKey, Batch, int]] = {}
         self._shares: dict[int, float] = {}
         self._pace_s: dict[int, float] = {}
-        self._keys: dict[int, list[DropoutKey]] = {}
+        self._keys: dict[int, list[MicrobatchKey]] = {}
         self._next = 0
 
     def begin(self, cycle: int, lease: Lease, *, pace_s: float = 0.0) -> None:
@@ -135,5 +134,5 @@ class LeaseProgram(StageProgram[StageBuffers]):
             time.sleep(rest_s)
         return found
 
-    def _place(self, microbatch: int) -> tuple[int, DropoutKey, Batch, int]:
+    def _place(self, microbatch: int) -> tuple[int, MicrobatchKey, Batch, int]:
         return self._places[microbatch]

@@ -30,6 +30,7 @@ from slipstream.errors import StalenessError
 from slipstream.executor import BatchSource
 from slipstream.microbatches import microbatch_loader
 from slipstream.models.partition import cut
+from slipstream.models.parts import tied_pair
 from slipstream.pipeline.actions import Action, add_communication
 from slipstream.pipeline.cycle_order import cycle_order
 from slipstream.pipeline.flow import Flow
@@ -151,7 +152,7 @@ class _StageDesk:
         self._spec = worker_spec(config)
         model = llama_parts(config)
         spec = cut(model.costs(), self._spec.num_stages)[place.stage]
-        self._tied_pair = next(((embedding, head) for head, embedding in model.tied.items()), None)
+        self._tied_pair = tied_pair(model)
         self._buffers = StageBuffers(model, spec, place.weights.layout, device=place.device)
         self._program = LeaseProgram(
             self._buffers, microbatches, step_microbatches=config.pipeline.num_microbatches, device=place.device
@@ -163,13 +164,7 @@ class _StageDesk:
         self._sequence = self._num_orders = 0
         self._begin_s = self._waited_s = self._idle_noted_s = 0.0
         self._has_said_hello = False
-        settings = config.dataparallel
-        self._emulation = Emulation(
-            microbatch_s=settings.emulate_microbatch_ms / 1000,
-            speeds=settings.emulate_speeds,
-            jitter=settings.emulate_jitter,
-            seed=settings.seed,
-        )
+        self._emulation = Emulation.of(config.dataparallel)
 
     def run(self) -> None:
         """Run cycles until there are no more."""

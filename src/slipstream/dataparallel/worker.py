@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.assembly import StageParts, bind, sum_by_parameter
+from slipstream.assembly import StageParts, bind, llama_parts, sum_by_parameter
 from slipstream.config import Config
 from slipstream.dataparallel.ledger import Lease
 from slipstream.dataparallel.router_tally import RouterRows
 from slipstream.executor import BatchSource, StateReader
 from slipstream.microbatches import run_microbatches
-from slipstream.models.llama import build_stage
 from slipstream.models.moe import RouterLog, attach_log
 from slipstream.models.partition import whole
-from slipstream.models.shapes import parameter_names, tied_names
+from slipstream.models.parts import master_names, tied_pair
 from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
 
 
@@ -52,17 +51,16 @@ class Replica:
     @classmethod
     def over(cls, config: Config, weights: Mapping[str, Tensor], *, device: torch.device) -> "Replica":
         """Build a model over weights by parameter name, such as a buffer in shared memory; they are not copied."""
-        tied = tied_names(config.model)
-        spec = whole(config.model)
-        module = build_stage(config.model, spec.blocks, embed=spec.embed, head=spec.head, device=device)
+        model = llama_parts(config)
+        module = model.build(whole(config.model), device)
         log = RouterLog()
         attach_log(module, log)
-        leaves = bind(module, {leaf: weights[tied.get(leaf, leaf)] for leaf, _ in module.named_parameters()})
+        leaves = bind(module, {leaf: weights[model.tied.get(leaf, leaf)] for leaf, _ in module.named_parameters()})
         return cls(
             module=module,
             leaves=leaves,
-            names=[name for name in parameter_names(config.model) if name not in tied],
-            tied_pair=next(((embedding, head) for head, embedding in tied.items()), None),
+            names=master_names(model),
+            tied_pair=tied_pair(model),
             router_log=log,
         )
 

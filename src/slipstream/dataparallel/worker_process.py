@@ -174,12 +174,7 @@ class _Desk:
         self._flat = flat
         self._sequence = 0
         settings = place.config.dataparallel
-        self._emulation = Emulation(
-            microbatch_s=settings.emulate_microbatch_ms / 1000,
-            speeds=settings.emulate_speeds,
-            jitter=settings.emulate_jitter,
-            seed=settings.seed,
-        )
+        self._emulation = Emulation.of(settings)
         # In step, the gradients of all workers are added up to the mean over the whole batch.
         self._mean_over = place.config.batch_tokens if settings.mode == "sync" else None
 

@@ -25,15 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.models.moe import MixtureOfExperts
+from slipstream.models.moe import MicrobatchKey, MixtureOfExperts
 from slipstream.models.roles import role
 from slipstream.models.shapes import check_complete, expert_layers, head_dim, shared_width, tied_names
 
 IGNORED_TARGET = -100
 """A target that does not count in the loss."""
-
-DropoutKey = tuple[int, int]
-"""(batch, microbatch)"""
 
 
 def build_stage(
@@ -119,7 +116,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): Block(cfg, layer, device=device, dtype=dtype) for layer in blocks})
         self.head = Head(cfg, device=device, dtype=dtype) if head else None
 
-    def forward(self, x: Tensor, *, dropout_key: DropoutKey | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, dropout_key: MicrobatchKey | None = None) -> Tensor:
         """Run the stage.
 
         Args:
@@ -185,13 +182,13 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
         self.ffn = _feed_forward(cfg, layer, device=device, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], dropout_key: DropoutKey | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], dropout_key: MicrobatchKey | None) -> Tensor:
         """Return the residual stream after the block (B, T, D)."""
         x_BTD = x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), rotary), "attention", dropout_key)
         ffn = partial(self.ffn, key=dropout_key) if isinstance(self.ffn, MixtureOfExperts) else self.ffn
         return x_BTD + self._dropped(ffn(self.ffn_norm(x_BTD)), "ffn", dropout_key)
 
-    def _dropped(self, x_BTD: Tensor, site: str, dropout_key: DropoutKey | None) -> Tensor:
+    def _dropped(self, x_BTD: Tensor, site: str, dropout_key: MicrobatchKey | None) -> Tensor:
         if self.cfg.dropout == 0 or dropout_key is None:
             return x_BTD
         seed = stable_seed("dropout", self.cfg.seed, *dropout_key, self.layer, site)

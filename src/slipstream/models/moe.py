@@ -32,7 +32,7 @@ from slipstream.config import ModelConfig
 from slipstream.models.shapes import expert_width
 
 MicrobatchKey = tuple[int, int]
-"""(batch, microbatch)"""
+"""(batch, microbatch): what dropout masks and routers' notes are of"""
 
 
 class RouterReport(NamedTuple):

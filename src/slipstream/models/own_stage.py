@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.llama import DropoutKey, stable_seed
+from slipstream.models.llama import stable_seed
+from slipstream.models.moe import MicrobatchKey
 from slipstream.models.nested import cast_floats
 
 CallBlock = Callable[[nn.Module, nn.Module, Tensor], Tensor]
@@ -50,7 +51,7 @@ class OwnStage(nn.Module):
         self._call_block = call_block
         self._seed = seed
 
-    def forward(self, x: Any, *, dropout_key: DropoutKey | None = None, watch: Watch | None = None) -> Any:
+    def forward(self, x: Any, *, dropout_key: MicrobatchKey | None = None, watch: Watch | None = None) -> Any:
         """Run the parts in turn.
 
         Args:

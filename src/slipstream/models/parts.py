@@ -61,6 +61,16 @@ class ModelParts(Protocol):
         """Return the loss; see :data:`Loss`."""
 
 
+def master_names(model: ModelParts) -> list[str]:
+    """Return the parameters that have master weights, in module order: all, a tied pair once."""
+    return [name for name in model.names if name not in model.tied]
+
+
+def tied_pair(model: ModelParts) -> tuple[str, str] | None:
+    """Return the leaf names of a tied embedding and head; ``None``: the model ties nothing."""
+    return next(((embedding, head) for head, embedding in model.tied.items()), None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaParts:
     """The decoder of :mod:`slipstream.models.llama`."""

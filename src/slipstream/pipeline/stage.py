@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from slipstream.data.loader import Batch
 from slipstream.errors import StageError, StalenessError
 from slipstream.executor import BatchSource
-from slipstream.microbatches import DropoutKey, to_device
+from slipstream.microbatches import to_device
 from slipstream.models.llama import cross_entropy_sum
-from slipstream.models.moe import RouterLog
+from slipstream.models.moe import MicrobatchKey, RouterLog
 from slipstream.models.partition import StageSpec
 from slipstream.models.parts import Loss
 from slipstream.staleness.gradient import GradientAccumulator
@@ -181,7 +181,7 @@ class StageProgram(Generic[Modules]):
         """Count in-place writes, which a leaf and its buffer share; about 0.1 us a parameter."""
         return sum(leaf._version for leaf in self._leaves(version).values())
 
-    def _place(self, microbatch: int) -> tuple[int, DropoutKey, Batch, int]:
+    def _place(self, microbatch: int) -> tuple[int, MicrobatchKey, Batch, int]:
         """Return a microbatch's batch, the key of its dropout masks, its tokens, and the valid ones of the batch."""
         batch, index = divmod(microbatch, self._num_microbatches)
         whole = self._current(batch)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config, to_dict, to_toml
+from slipstream.config import Config, flattened, to_dict, to_toml
 from slipstream.errors import ConfigError
 from slipstream.models.shapes import num_parameters
 from slipstream.report.figures import DataTable
@@ -202,8 +202,8 @@ def _text(value: float | None) -> str:
 
 def _settings(runs: Sequence[Run]) -> str:
     """Return the settings that differ between runs, or from the defaults, and all of them to unfold."""
-    flat = {run.name: _flat(to_dict(dataclasses.replace(run.config, run_dir=""))) for run in runs}
-    default = _flat(to_dict(Config(run_dir="")))
+    flat = {run.name: flattened(to_dict(dataclasses.replace(run.config, run_dir=""))) for run in runs}
+    default = flattened(to_dict(Config(run_dir="")))
     whole = "".join(
         f"<details><summary>All settings of {escape(run.name)}</summary>"
         f"<pre>{escape(to_toml(run.config))}</pre></details>"
@@ -225,10 +225,3 @@ def _settings(runs: Sequence[Run]) -> str:
     if not rows:
         return part("Settings", f"<p>The runs have the same settings.</p>{whole}")
     return part("Settings that differ", data_table(DataTable(head=["setting", *flat], rows=rows)) + whole)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slipstream.assembly import check_update_path
-from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, load_toml, resolve, to_dict
+from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, flattened, load_toml, resolve, to_dict
 from slipstream.data import Dataset, open_data
 from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.device import choose_device
@@ -121,16 +121,9 @@ def _differences(config: Config) -> Mapping[str, tuple[Any, Any]]:
     own = RunDir(Path(config.run_dir)).config
     if not own.exists():
         return {}
-    old, new = (_flat(to_dict(_essence(each))) for each in (load_toml(own), config))
+    old, new = (flattened(to_dict(_essence(each))) for each in (load_toml(own), config))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def _essence(config: Config) -> Config:
     return dataclasses.replace(config, run_dir="", log=LogConfig(), checkpoint=CheckpointConfig())
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from slipstream.assembly import llama_parts
 from slipstream.config import Config, coefficient_text, from_dict
 from slipstream.data import Batch
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.llama import cross_entropy_sum, whole_model
+from slipstream.models.parts import master_names
 from slipstream.models.roles import role
 from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.optim.build import build_optimizers
@@ -290,8 +292,7 @@ def _next_batches(run: Config, checkpoint: Checkpoint, *, num_batches: int) -> l
 
 def _published(run: Config, checkpoint: Checkpoint, device: torch.device) -> dict[str, nn.Parameter]:
     """Read the newest published weights, in float32, a tied pair once."""
-    tied = tied_names(run.model)
-    names = [name for name in parameter_names(run.model) if name not in tied]
+    names = master_names(llama_parts(run))
     tensors = {name: checkpoint.tensor(f"x@{checkpoint.step}/{name}") for name in names}
     return {name: nn.Parameter(tensor.to(device, torch.float32)) for name, tensor in tensors.items()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.assembly import llama_parts
 from slipstream.config import Config, ModelConfig, from_dict
 from slipstream.data.hub_tokenizer import open_hub_tokenizer
 from slipstream.data.tokenizer import IDENTITY_FILE, ByteTokenizer, Tokenizer, load_tokenizer
@@ -14,6 +15,7 @@ from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.executor import Point
 from slipstream.models.huggingface import is_hub_model, open_hub_model
 from slipstream.models.llama import Stage, whole_model
+from slipstream.models.parts import master_names
 from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.train.checkpoint import (
     Checkpoint,
@@ -167,9 +169,8 @@ def _of_run(run_dir: RunDir, weights: Point, checkpoint: Checkpoint) -> TrainedM
             "`slipstream train`, or load the checkpoint's weights into your module."
         )
     config = run_config(checkpoint)
-    tied = tied_names(config.model)
     prefix = "y" if weights == "y" else f"x@{checkpoint.step}"
-    names = [name for name in parameter_names(config.model) if name not in tied]
+    names = master_names(llama_parts(config))
     return TrainedModel(
         path=run_dir.path,
         cfg=config.model,
