@@ -13,7 +13,7 @@ from slipstream.staleness.displacement import MeanDisplacement
 from slipstream.staleness.gradient import Gradient
 from slipstream.staleness.groups import GroupOf, Slots, Statistics, members, to_floats
 from slipstream.staleness.guards import Guards
-from slipstream.staleness.pairs import ConcurrentPairs, Pair, read_version
+from slipstream.staleness.pairs import ConcurrentPairs, Pair
 from slipstream.staleness.probes import fidelity
 
 Rate = Callable[[str, int], float]
@@ -242,7 +242,7 @@ class Agc:
         """
         found = {}
         for name in names:
-            g, staleness = gradient.tensors[name], update - 1 - read_version(gradient, name)
+            g, staleness = gradient.tensors[name], update - 1 - gradient.version_of(name)
             if g is None or staleness <= 0:
                 continue
             if self._mean is None:

@@ -23,7 +23,7 @@ from slipstream.staleness.guards import Guards
 class Correction(Protocol):
     """Changes a clipped gradient in view of how far the weights moved since it was read.
 
-    At zero staleness a correction returns its input, bitwise.
+    At zero staleness a correction returns its input, bitwise: each parameter by itself, where they differ in that.
     """
 
     slots: Slots
@@ -83,7 +83,7 @@ class DcAsgd:
             if self.adaptive:
                 mean = _running_mean(self.slots["mean_square"], name, curvature, decay=self.decay)
                 curvature = curvature / (mean + self.eps).sqrt()
-            if staleness > 0:
+            if _is_stale(gradient, name, staleness):
                 moved = now[name] - read[name].to(g.dtype)
                 tensors[name] = torch.addcmul(g, curvature, moved, value=self.strength)
         return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
@@ -122,7 +122,7 @@ class GapAware:
                     _running_mean(self.slots["typical_step"], name, step, decay=self.decay)
             self.slots["last"][name] = y.clone()
             typical = self.slots["typical_step"].get(name)
-            if staleness > 0 and g is not None and typical is not None:
+            if g is not None and typical is not None and _is_stale(gradient, name, staleness):
                 tensors[name] = g / (1 + _rms(y - read[name].to(y.dtype)) / typical)
         return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
 
@@ -155,7 +155,7 @@ class GradientFeedback:
             previous = self.slots["previous"].pop(name, None)
             if g is not None:
                 self.slots["previous"][name] = g.clone()
-                if staleness > 0 and previous is not None:
+                if previous is not None and _is_stale(gradient, name, staleness):
                     tensors[name] = torch.lerp(previous, g, 1.0 + self.coefficient)
         return dataclasses.replace(gradient, tensors=tensors) if staleness > 0 else gradient
 
@@ -204,6 +204,11 @@ def build_corrections(
             return (agc,) if config.correction == "agc" else (AgcDamping(agc),)
         case "none":
             return ()
+
+
+def _is_stale(gradient: Gradient, name: str, staleness: int) -> bool:
+    """Return whether one parameter was updated since it was read; ``staleness`` is that of the oldest one."""
+    return gradient.version_of(name) < gradient.read_version + staleness
 
 
 def _running_mean(slot: dict[str, Tensor], name: str, value: Tensor, *, decay: float) -> Tensor:

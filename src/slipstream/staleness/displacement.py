@@ -7,7 +7,6 @@ from torch import Tensor
 
 from slipstream.staleness.gradient import Gradient
 from slipstream.staleness.groups import Statistics
-from slipstream.staleness.pairs import read_version
 
 
 class MeanDisplacement:
@@ -39,7 +38,7 @@ class MeanDisplacement:
             update: The one that the gradient goes into; several gradients may go into one.
         """
         for name in gradient.tensors:
-            staleness = update - 1 - read_version(gradient, name)
+            staleness = update - 1 - gradient.version_of(name)
             is_first = not self._facts.has("mean_staleness", name)
             decay = 0.0 if is_first else self._decay
             self._facts.average("mean_staleness", name, staleness, decay=decay)

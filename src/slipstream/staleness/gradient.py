@@ -27,6 +27,10 @@ class Gradient:
     read_versions: Mapping[str, int] | None = None
     worker: int | None = None
 
+    def version_of(self, name: str) -> int:
+        """Return the version that was read of one parameter."""
+        return self.read_version if self.read_versions is None else self.read_versions[name]
+
     def norms(self, names: Iterable[str], *, device: torch.device | str | None = None) -> Tensor:
         """Return each parameter's Euclidean norm.
 

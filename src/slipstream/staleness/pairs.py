@@ -77,7 +77,7 @@ class ConcurrentPairs:
     def _is_pair(self, gradient: Gradient, name: str) -> bool:
         if name not in self._gradients:
             return False
-        read, worker = read_version(gradient, name), self._notes.get("held_worker", name)
+        read, worker = gradient.version_of(name), self._notes.get("held_worker", name)
         is_other_worker = gradient.worker is None or gradient.worker != worker
         precedes = read < self._notes.get("held_version", name)
         return precedes and is_other_worker and read != self._notes.get("held_read", name)
@@ -97,14 +97,9 @@ class ConcurrentPairs:
                 continue
             self._gradients[name] = g.clone()
             self._weights[name] = read[name].detach().to(g.dtype, copy=True)
-            self._notes.set("held_read", name, read_version(gradient, name))
+            self._notes.set("held_read", name, gradient.version_of(name))
             self._notes.set("held_version", name, version)
             self._notes.set("held_worker", name, NO_WORKER if gradient.worker is None else gradient.worker)
-
-
-def read_version(gradient: Gradient, name: str) -> int:
-    """Return the version that a gradient read of one parameter."""
-    return gradient.read_version if gradient.read_versions is None else gradient.read_versions[name]
 
 
 def _tensor(gradient: Gradient, name: str) -> Tensor:

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import StalenessError
-from slipstream.staleness.corrections import DcAsgd
+from slipstream.staleness.corrections import DcAsgd, GapAware, GradientFeedback
 from slipstream.staleness.delay import DelayLine
 from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
 from slipstream.staleness.publish import build_publish_method
@@ -155,6 +156,24 @@ def test_dc_asgd_is_the_formula_and_the_identity_without_staleness():
         expected = g.tensors[name] + 0.04 * g.tensors[name] ** 2 * (now[name] - read[name])
         torch.testing.assert_close(corrected.tensors[name], expected)
     assert DcAsgd(0.04).correct(g, staleness=0, now=now, read=read) is g
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [DcAsgd(0.04), DcAsgd(0.04, adaptive=True), GapAware(), GradientFeedback(1.0)],
+    ids=lambda c: type(c).__name__,
+)
+def test_a_parameter_that_is_not_stale_is_left_as_it_is(correction):
+    """Also where what was published is not quite the master, as with error feedback or in bfloat16."""
+    for version in range(5, 8):
+        now = {"a": torch.full((3,), float(version)), "b": torch.full((2, 2), 2.0 * version)}
+        read = {name: tensor - 0.1 for name, tensor in now.items()}
+        g = dataclasses.replace(
+            gradient(0.1 * version, read_version=version - 2), read_versions={"a": version - 2, "b": version}
+        )
+        corrected = correction.correct(g, staleness=2, now=now, read=read)
+    assert not torch.equal(corrected.tensors["a"], g.tensors["a"])
+    assert corrected.tensors["b"] is g.tensors["b"]
 
 
 def test_accumulator_adds_in_order_and_begins_anew_after_take():
