@@ -50,6 +50,8 @@ def settle(config: Config, device: torch.device) -> None:
     """
     torch.set_num_threads(config.train.threads_per_rank)
     if device.type == "cuda":
+        # Else NCCL and whatever names no device would open a context on the first one as well.
+        torch.cuda.set_device(device)
         # Read when cuBLAS makes its first handle, which is later than this.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)

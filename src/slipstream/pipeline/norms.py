@@ -105,7 +105,8 @@ class NormExchange:
         if version not in self._results:
             begin = time.perf_counter()
             what = f"the gradient norm of batch {version - 1} from all ranks"
-            wait(self._works.pop(version), what=what, timeout_s=self._transport.timeout_s)
+            work, transport = self._works.pop(version), self._transport
+            wait(work, what=what, device=transport.device, timeout_s=transport.timeout_s)
             self.idle_s += time.perf_counter() - begin
             vector = self._vectors.pop(version)
             loss, num_tokens, stop, idle_s = vector[-_EXTRAS:].tolist()

@@ -20,8 +20,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 
 from slipstream.errors import StageError
 
+NCCL_TIMEOUT = datetime.timedelta(days=30)
+"""NCCL's watchdog counts from where an operation began and then ends the process. A receive that is posted ahead begins
+long before anyone waits for it, so the waiting is timed here."""
+
 NUM_AHEAD = 2
 """Receives posted before they are asked for; one would be waited for while the next message cannot yet land."""
+
+_POLL_S = 1e-4
 
 
 class PeerError(StageError):
@@ -112,7 +118,7 @@ class Channel:
         self._post(source)
         work, tensor = self._receiving[source].popleft()
         begin = time.perf_counter()
-        wait(work, what=f"{what} from rank {source}", timeout_s=self._timeout_s)
+        wait(work, what=f"{what} from rank {source}", device=self._device, timeout_s=self._timeout_s)
         self.idle_s += time.perf_counter() - begin
         self._post(source)
         return tensor
@@ -128,7 +134,8 @@ class Channel:
 
     def _wait_for_oldest_send(self) -> None:
         work, _, destination = self._sending.popleft()
-        wait(work, what=f"rank {destination} to take a message ('{self._name}')", timeout_s=self._timeout_s)
+        what = f"rank {destination} to take a message ('{self._name}')"
+        wait(work, what=what, device=self._device, timeout_s=self._timeout_s)
 
     def _post(self, source: int) -> None:
         posted = self._receiving[source]
@@ -176,8 +183,8 @@ class Transport:
             "norm": [],
             "result": [],
         }
-        timeout = datetime.timedelta(seconds=timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = NCCL_TIMEOUT if backend == "nccl" else datetime.timedelta(seconds=timeout_s)
         with _connecting(rank=rank, num_ranks=num_ranks, timeout_s=timeout_s):
             if backend == "nccl":
                 self._groups = {name: dist.new_group(backend=backend, timeout=timeout) for name in self._edges}
@@ -223,23 +230,42 @@ class Transport:
         what = f"a result of rank {source}"
         with _beginning(f"for {what}"):
             work = _begun(dist.broadcast(value, source, group=self._groups["result"], async_op=True))
-        wait(work, what=what, timeout_s=self.timeout_s)
+        wait(work, what=what, device=self.device, timeout_s=self.timeout_s)
 
 
-def wait(work: Any, *, what: str, timeout_s: float) -> None:
-    """Wait for an operation.
+def wait(work: Any, *, what: str, device: torch.device, timeout_s: float) -> None:
+    """Wait for an operation, on the host.
+
+    Args:
+        work: The operation.
+        what: What is waited for, for the message of a failure.
+        device: Where its tensor lives.
+        timeout_s: Seconds to wait from now on.
 
     Raises:
         PeerError: It did not end in time, or the peer is gone.
     """
     begin = time.perf_counter()
     try:
-        work.wait(datetime.timedelta(seconds=timeout_s))
+        if device.type == "cuda":
+            _poll(work, timeout_s=timeout_s)
+        else:
+            work.wait(datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         waited = time.perf_counter() - begin
         late = waited >= timeout_s * 0.99
         reason = f"nothing came for {waited:.0f} s (pipeline.timeout_s)" if late else _first_line(error)
         raise PeerError(f"waited for {what}: {reason}") from error
+
+
+def _poll(work: Any, *, timeout_s: float) -> None:
+    """Wait as NCCL's own wait with a timeout does, but count from now."""
+    deadline = time.perf_counter() + timeout_s
+    while not work.is_completed():
+        if time.perf_counter() >= deadline:
+            raise RuntimeError("timed out")
+        time.sleep(_POLL_S)
+    work.wait()  # raises what went wrong; what is computed next comes after it
 
 
 def connect(store: Store, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> Transport:
