@@ -101,6 +101,9 @@ class WeightBoard:
         writer   stamp := writing | write buffer | stamp := v + 2
         reader   stamp = v ?      | copy buffer  | stamp = v still ?
 
+    Processors of the x86 family show one process's writes to another in their order. Others need not, and Python has no
+    fence to ask for it: there the boundaries between torch's operations have to do, which is likely but not proven.
+
     Args:
         layout: Of the weights.
 
