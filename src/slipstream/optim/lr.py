@@ -46,7 +46,7 @@ def lr_factor(
     ``decay_fraction total_steps`` updates before the end.
 
     Args:
-        step: Number of the update, from 1. A skipped update does not count.
+        step: Number of the update, from 1; a skipped one counts.
         warmup_steps: Updates of the rise, 0 to ``total_steps``.
         total_steps: Update that has the final rate, at least 1.
         schedule: ``cosine``, ``linear``, ``constant`` (which ignores ``final_fraction``) or ``wsd``.

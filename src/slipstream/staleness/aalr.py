@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from slipstream.errors import ConfigError
@@ -43,7 +43,7 @@ class AsyncAwareLr:
 
     Example:
         >>> aalr = AsyncAwareLr(2.0, num_in_flight=5, gradients_per_update=1)
-        >>> aalr.factor(update=1, staleness=2), aalr.factor(update=2, staleness=6)
+        >>> aalr.factor(update=1, stalenesses=[2]), aalr.factor(update=2, stalenesses=[6])
         (1.0, 0.5)
     """
 
@@ -85,20 +85,16 @@ class AsyncAwareLr:
             return self._fixed
         return AUTO_MARGIN * expected_staleness(self._num_in_flight, self._gradients_per_update)
 
-    def observe(self, staleness: float) -> None:
-        """Take the staleness of a gradient that shares its update with others; the last one goes to :meth:`factor`."""
-        self._seen.append((float(staleness), self.threshold))
-        while len(self._seen) > max(self._window, 4 * self._num_in_flight):
-            self._seen.popleft()
-
-    def factor(self, *, update: int, staleness: int) -> float:
-        """Take the staleness of an update's gradient and return the factor on the rate.
+    def factor(self, *, update: int, stalenesses: Sequence[int]) -> float:
+        """Take the staleness of an update's gradients and return the factor on the rate.
 
         Args:
             update: From 1; not looked at.
-            staleness: Of its gradient.
+            stalenesses: Of each gradient.
         """
-        self.observe(staleness)
+        self._seen.extend((float(staleness), self.threshold) for staleness in stalenesses)
+        while len(self._seen) > max(self._window, 4 * self._num_in_flight):
+            self._seen.popleft()
         aim = self._aim()
         self._factor = aim if aim <= self._factor else min(aim, self._factor * RISE)
         return self._factor

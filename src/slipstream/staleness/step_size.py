@@ -1,7 +1,7 @@
 """The step-size seam: how big a step at this staleness?"""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.config import StalenessConfig
@@ -11,16 +11,13 @@ from slipstream.staleness.aalr import AsyncAwareLr
 class StepSize(Protocol):
     """A factor beside the learning-rate schedule's; exactly 1 without staleness."""
 
-    def factor(self, *, update: int, staleness: int) -> float:
+    def factor(self, *, update: int, stalenesses: Sequence[int]) -> float:
         """Return the factor of an update.
 
         Args:
             update: From 1.
-            staleness: Of its gradient; of the last one to arrive where several make the update.
+            stalenesses: Of each gradient that it is made of, in the order of their arrival.
         """
-
-    def observe(self, staleness: float) -> None:
-        """Take the staleness of a gradient that shares its update with others; the last one goes to :meth:`factor`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as plain JSON values."""
@@ -31,18 +28,6 @@ class StepSize(Protocol):
 
 class _Stateless:
     """A discount that remembers nothing from one update to the next."""
-
-    def __init__(self) -> None:
-        self._others: list[float] = []
-
-    def observe(self, staleness: float) -> None:
-        """Take note of a gradient that shares the update to come."""
-        self._others.append(staleness)
-
-    def _all(self, last: float) -> list[float]:
-        """Return the staleness of every gradient of the update, and forget them."""
-        stalenesses, self._others = [*self._others, last], []
-        return stalenesses
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""
@@ -55,9 +40,8 @@ class _Stateless:
 class FullStep(_Stateless):
     """No discount."""
 
-    def factor(self, *, update: int, staleness: int) -> float:
+    def factor(self, *, update: int, stalenesses: Sequence[int]) -> float:
         """Return 1."""
-        self._others.clear()
         return 1.0
 
 
@@ -68,9 +52,9 @@ class InverseStaleness(_Stateless):
         Zhang, Gupta, Lian, Liu 2016, arXiv 1511.05950.
     """
 
-    def factor(self, *, update: int, staleness: int) -> float:
+    def factor(self, *, update: int, stalenesses: Sequence[int]) -> float:
         """Return 1 / max(staleness, 1); of several gradients the mean of each one's, in whatever order they came."""
-        return statistics.fmean(1.0 / max(each, 1) for each in self._all(staleness))
+        return statistics.fmean(1.0 / max(each, 1) for each in stalenesses)
 
 
 class PipeMareDiscount(_Stateless):
@@ -89,13 +73,12 @@ class PipeMareDiscount(_Stateless):
     """
 
     def __init__(self, num_steps: int) -> None:
-        super().__init__()
         self.num_steps = num_steps
 
-    def factor(self, *, update: int, staleness: int) -> float:
+    def factor(self, *, update: int, stalenesses: Sequence[int]) -> float:
         """Return the factor; of several gradients the mean of each one's, in whatever order they came."""
         lifted = min(update / self.num_steps, 1.0) if self.num_steps > 0 else 1.0
-        return statistics.fmean(max(each, 1) ** -(1.0 - lifted) for each in self._all(staleness))
+        return statistics.fmean(max(each, 1) ** -(1.0 - lifted) for each in stalenesses)
 
 
 def build_step_size(config: StalenessConfig, *, num_in_flight: int | None = None) -> StepSize:

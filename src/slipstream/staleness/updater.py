@@ -140,9 +140,7 @@ class Updater:
             grad_norm: To report.
         """
         update = self.weights.latest + 1
-        for staleness in stalenesses[:-1]:
-            self._step_size.observe(staleness)
-        factor = self._lr_factor(update) * self._step_size.factor(update=update, staleness=stalenesses[-1])
+        factor = self._lr_factor(update) * self._step_size.factor(update=update, stalenesses=stalenesses)
         # The buffer of the version that was read may be the one written next, so nothing below may look at it.
         published = self.weights.buffer(update)
         self.publish.before_step(self.masters, published, update=update)

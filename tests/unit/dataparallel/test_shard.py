@@ -126,11 +126,8 @@ def test_the_update_path_hears_of_every_staleness():
     heard = []
 
     class Ear:
-        def observe(self, staleness):
-            heard.append(staleness)
-
-        def factor(self, *, update, staleness):
-            heard.append((update, staleness))
+        def factor(self, *, update, stalenesses):
+            heard.append((update, list(stalenesses)))
             return 1.0
 
     shard = make_shard()
@@ -140,4 +137,4 @@ def test_the_update_path_hears_of_every_staleness():
     for version in (0, 1, 0):
         push(shard, torch.ones(4), weight=1.0, read_version=version)
     assert shard.apply().staleness == 1
-    assert heard == [(1, 0), 1, 0, (2, 1)]
+    assert heard == [(1, [0]), (2, [1, 0, 1])]

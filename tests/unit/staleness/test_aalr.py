@@ -10,7 +10,7 @@ from slipstream.staleness.aalr import AsyncAwareLr, expected_staleness
 
 
 def factors(aalr: AsyncAwareLr, stalenesses: list[int]) -> list[float]:
-    return [aalr.factor(update=k, staleness=staleness) for k, staleness in enumerate(stalenesses, start=1)]
+    return [aalr.factor(update=k, stalenesses=[staleness]) for k, staleness in enumerate(stalenesses, start=1)]
 
 
 def test_exactly_one_up_to_the_threshold():
@@ -70,10 +70,8 @@ def test_auto_never_bites_at_the_staleness_that_concurrency_gives(num_in_flight,
         worker = min(range(num_in_flight), key=due.__getitem__)
         seen.append(version - read[worker])
         if push % per_update == 0:
-            found.append(aalr.factor(update=version + 1, staleness=seen[-1]))
+            found.append(aalr.factor(update=version + 1, stalenesses=seen[-per_update:]))
             version += 1
-        else:
-            aalr.observe(seen[-1])
         read[worker] = version
         due[worker] += 1.0 / speeds[worker]
     assert math.fsum(seen) / len(seen) == pytest.approx(expected_staleness(num_in_flight, per_update), rel=0.02)

@@ -59,7 +59,7 @@ def test_a_discount_is_the_mean_of_all_gradients_whatever_their_order(step_size)
     found = {factor(order) for order in itertools.permutations((5, 2, 3, 0))}
     assert len(found) == 1
     alone = [factor((staleness,)) for staleness in (5, 2, 3, 0)]
-    assert alone == [step_size.factor(update=1, staleness=staleness) for staleness in (5, 2, 3, 0)]
+    assert alone == [step_size.factor(update=1, stalenesses=[staleness]) for staleness in (5, 2, 3, 0)]
     assert found.pop() == pytest.approx(sum(alone) / 4)
 
 
@@ -107,6 +107,7 @@ def test_a_gradient_that_is_not_finite_moves_the_version_but_not_the_weights(err
     assert all(torch.equal(updater.masters[name], masters[name]) for name in NAMES)
     assert torch.equal(updater.weights.read(4)["a"], masters["a"]), "an update of zero publishes y itself"
     assert torch.equal(updater.optimizers["sgd"].state[updater.masters["a"]]["momentum_buffer"], momentum)
+    assert apply(updater, gradient(0.1, read_version=3)).lr_factor == 1 / 5, "the schedule goes on with the version"
 
 
 def test_a_missing_gradient_leaves_its_parameter_alone():
