@@ -239,6 +239,34 @@ def test_a_worker_hangs(monkeypatch, tmp_path):
         assert len(processes(ODD)) == 1
 
 
+def test_workers_that_are_never_ready_are_started_again(tmp_path):
+    """At the beginning, and in the midst of a run in which all others wait for the one that does not come back."""
+    config = settings(run_dir=str(tmp_path), dataparallel={"mode": "sync"}, pipeline={"timeout_s": 3.0})
+    expected = inline(config, 4)
+    with running(config, worker_mains.hangs_in_some_lives) as engine:
+        losses = [engine.run_step().loss for _ in range(2)]
+        (pid,) = processes(ODD)
+        os.kill(pid, signal.SIGKILL)
+        losses += [engine.run_step().loss for _ in range(2)]
+        assert losses == [row[1] for row in expected[0]]
+        assert len((tmp_path / "lives").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_where_no_worker_is_ever_ready_the_run_ends_and_says_so(mode):
+    config = settings(dataparallel={"mode": mode, "num_workers": 2}, pipeline={"timeout_s": 0.3})
+    said = r"worker \d was ended: for 0.3 s it did not say that it is ready.* pipeline.timeout_s .*\n.*3 times in a row"
+    with running(config, worker_mains.all_hang) as engine, pytest.raises(StageError, match=said):
+        engine.run_step()
+
+
+def test_a_worker_that_does_not_answer_a_calibration_is_started_again():
+    config = settings(dataparallel={"emulate_microbatch_ms": 0.0}, pipeline={"timeout_s": 3.0})
+    with running(config, worker_mains.is_not_timed) as engine:
+        run_until(engine, lambda: committed(engine))
+        assert engine.figures()["restarts"] == 1
+
+
 def test_a_worker_is_overtaken_while_it_reads():
     with running(settings(), worker_mains.is_overtaken) as engine:
         run_until(engine, lambda: committed(engine) > 3)

@@ -152,6 +152,21 @@ def test_a_worker_hangs_in_a_session(cluster, monkeypatch, tmp_path):
         assert {number: session.is_closed for number, session in sessions.items()} == {0: False, ODD: True}
 
 
+def test_a_worker_that_is_never_ready_is_started_again_but_not_one_without_room(cluster, tmp_path):
+    config = settings(run_dir=str(tmp_path), pipeline={"timeout_s": 4.0})
+    with running(config, worker_mains.hangs_in_some_lives) as engine:
+        run_until(engine, lambda: committed(engine))
+        assert len((tmp_path / "lives").read_text().splitlines()) == 2
+        engine.start_workers([2, 3, 4])  # there is room for four in all
+        began_s = engine.now_s
+        run_until(engine, lambda: committed(engine, 2) and committed(engine, 3) and engine.now_s > began_s + 6.0)
+        (waits,) = [seat for seat in seats(engine).values() if not seat.incarnation]
+        os.kill(seats(engine)[2].process, signal.SIGKILL)
+        assert waits.worker == 4
+        run_until(engine, lambda: committed(engine, 4))
+        assert seats(engine)[4] is waits
+
+
 def test_a_worker_becomes_ten_times_slower(cluster):
     config = settings(pipeline={"num_microbatches": 18}, dataparallel={"emulate_microbatch_ms": 10.0})
     with running(config, worker_mains.slows_down) as engine:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from slipstream.data.loader import Batch
 from slipstream.dataparallel.lease_stage import LeaseProgram
 from slipstream.dataparallel.shared import WeightBoard
 from slipstream.dataparallel.stage_process import Part, StagePlace, work_stage
-from slipstream.dataparallel.worker_process import Result, Workplace, work
+from slipstream.dataparallel.worker_process import Calibrate, Result, Workplace, work
 from slipstream.microbatches import run_microbatches
 from slipstream.models.llama import cross_entropy_sum
 
@@ -161,6 +162,37 @@ def comes_late(place: Workplace) -> None:
     if place.worker == ODD:
         time.sleep(1.0)
     plain(place)
+
+
+def hangs_in_some_lives(place: Workplace) -> None:
+    """The odd one hangs before it is ready, in every life but the second and the fourth."""
+    lives = Path(place.config.run_dir) / "lives"
+    if place.worker == ODD:
+        with lives.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if len(lives.read_text().splitlines()) not in (2, 4):
+            threading.Event().wait()
+    plain(place)
+
+
+class Untimed(Through):
+    """Never hears that it shall be timed."""
+
+    def recv(self):
+        command = self.pipe.recv()
+        return self.recv() if isinstance(command, Calibrate) else command
+
+
+def is_not_timed(place: Workplace) -> None:
+    """The odd one does not answer a calibration."""
+    if place.worker == ODD:
+        place = dataclasses.replace(place, pipe=Untimed(place.pipe))
+    plain(place)
+
+
+def all_hang(place: Workplace) -> None:
+    """Never be ready."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 # --- stages of workers that are pipelines ---------------------------------------------------------------------------

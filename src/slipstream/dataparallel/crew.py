@@ -6,6 +6,8 @@ import collections
 import contextlib
 import dataclasses
 import multiprocessing
+import time
+from collections.abc import Hashable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
@@ -16,7 +18,15 @@ from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.shared import Layout
 from slipstream.dataparallel.transport import PushReader, WeightsFetched
 from slipstream.dataparallel.wire import PushSlots, build_wire
-from slipstream.dataparallel.worker_process import Command, Report, WorkerMain, Workplace, process_main
+from slipstream.dataparallel.worker_process import (
+    Calibrate,
+    Command,
+    Failed,
+    Report,
+    WorkerMain,
+    Workplace,
+    process_main,
+)
 from slipstream.device import device_of
 
 LEAVE_S = 5.0
@@ -68,8 +78,55 @@ class Heard:
     report: Report | None
 
 
+class Awaited:
+    """Who has to say something that no lease's deadline watches over: that it is ready, or how fast it is.
+
+    Args:
+        timeout_s: How long each may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._due: dict[Hashable, tuple[float, Seat]] = {}  # the first is due first
+
+    def expect(self, seat: Seat, *, by: Hashable) -> None:
+        """Wait from now on.
+
+        Args:
+            seat: For whom.
+            by: What the word comes by; a seat may have several.
+        """
+        self.forget(by)
+        self._due[by] = time.monotonic() + self.timeout_s, seat
+
+    def forget(self, by: Hashable) -> None:
+        """The word is here, or will not come."""
+        self._due.pop(by, None)
+
+    def rest_s(self, timeout_s: float | None) -> float | None:
+        """Return for how long to listen: so long, but not beyond the moment when the first is due."""
+        for due_s, _ in self._due.values():
+            rest_s = max(0.0, due_s - time.monotonic())
+            return rest_s if timeout_s is None else min(rest_s, timeout_s)
+        return timeout_s
+
+    def late(self) -> list[Seat]:
+        """Return those whose time is over."""
+        now_s = time.monotonic()
+        return list(dict.fromkeys(seat for due_s, seat in self._due.values() if due_s <= now_s))
+
+
 class Crew(abc.ABC):
-    """Workers somewhere, without the protocol."""
+    """Workers somewhere, without the protocol.
+
+    Args:
+        config: Resolved settings. Who is not ready, or timed, within ``pipeline.timeout_s`` is ended.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._awaited = Awaited(config.pipeline.timeout_s)
+        self._words: collections.deque[Heard] = collections.deque()
 
     @property
     @abc.abstractmethod
@@ -93,7 +150,7 @@ class Crew(abc.ABC):
             timeout_s: ``None``: as long as it takes.
 
         Returns:
-            ``None``: nobody said anything.
+            ``None``: nobody has said anything; it may come early.
         """
 
     @abc.abstractmethod
@@ -103,6 +160,24 @@ class Crew(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End all workers; may be called twice."""
+
+    @abc.abstractmethod
+    def _end(self, seat: Seat) -> None:
+        """End a worker at once."""
+
+    def _lose(self, seat: Seat, why: str) -> None:
+        """End a worker from which nothing will come, and let that be heard."""
+        self._end(seat)
+        self._words += Heard(seat=seat, report=Failed(trace=why)), Heard(seat=seat, report=None)
+
+    def _lose_late(self) -> None:
+        """End those whose time is over. Before, everything has to be heard: this process may have been busy."""
+        for seat in self._awaited.late():
+            self._lose(
+                seat,
+                f"worker {seat.worker} was ended: for {self._awaited.timeout_s:g} s it did not say that it is ready, "
+                "or how fast it is. Raise pipeline.timeout_s if its first microbatches may take so long.",
+            )
 
 
 class ProcessCrew(Crew):
@@ -121,7 +196,7 @@ class ProcessCrew(Crew):
     def __init__(
         self, config: Config, *, weights: WeightsFetched, gradient: Layout, device: torch.device, main: WorkerMain
     ) -> None:
-        self._config = config
+        super().__init__(config)
         self._weights = weights
         self._gradient = gradient
         self._device = device
@@ -162,8 +237,12 @@ class ProcessCrew(Crew):
         process = self._run(place, name=f"worker-{worker}")
         theirs.close()
         seat = ProcessSeat(worker=worker, process=process, pipe=ours, gradient=gradient)
-        self._seats[ours] = seat
+        self._listen_to(ours, seat)
         return seat
+
+    def _listen_to(self, pipe: Connection, seat: ProcessSeat) -> None:
+        self._seats[pipe] = seat
+        self._awaited.expect(seat, by=pipe)
 
     def _run(self, place: Workplace, *, name: str) -> ForkServerProcess:
         process = self._context.Process(target=process_main, args=(self._main, place), name=name, daemon=True)
@@ -173,30 +252,40 @@ class ProcessCrew(Crew):
     @property
     def has_more(self) -> bool:
         """Whether words are there that have not been heard."""
-        return bool(self._ready)
+        return bool(self._ready or self._words)
 
     def hear(self, *, timeout_s: float | None) -> Heard | None:
         """Wait for the next word of anybody, or for the end of a process."""
-        if not self._ready:
+        if not self.has_more:
             # All that are ready have their turn before anybody has another: none can starve the rest.
-            self._ready.extend(pipe for pipe in wait(list(self._seats), timeout_s) if isinstance(pipe, Connection))
+            ready = wait(list(self._seats), self._awaited.rest_s(timeout_s))
+            self._ready.extend(pipe for pipe in ready if isinstance(pipe, Connection))
+            if not ready:
+                self._lose_late()
         while self._ready:
             pipe = self._ready.popleft()
             seat = self._seats.get(pipe)
             if seat is None:
                 continue
             try:
-                return Heard(seat=seat, report=pipe.recv())
+                report = pipe.recv()
             except (EOFError, ConnectionError):
                 self._forget(seat)
                 return Heard(seat=seat, report=None)
-        return None
+            self._awaited.forget(pipe)
+            return Heard(seat=seat, report=report)
+        return self._words.popleft() if self._words else None
 
     def tell(self, seat: Seat, command: Command) -> None:
         """Send a command; the pipe of one that is gone will say so."""
         assert isinstance(seat, ProcessSeat)
+        self._send(seat.pipe, seat, command)
+
+    def _send(self, pipe: Connection, seat: ProcessSeat, command: Command) -> None:
+        if isinstance(command, Calibrate):
+            self._awaited.expect(seat, by=pipe)
         with contextlib.suppress(OSError):
-            seat.pipe.send(command)
+            pipe.send(command)
 
     def close(self) -> None:
         """End all processes; may be called twice."""
@@ -205,8 +294,10 @@ class ProcessCrew(Crew):
             self._kill(seat)
         for seat in list(self._seats.values()):
             self._forget(seat)
+        self._words.clear()
 
-    def _end(self, seat: ProcessSeat) -> None:
+    def _end(self, seat: Seat) -> None:
+        assert isinstance(seat, ProcessSeat)
         self._kill(seat)
         self._forget(seat)
 
@@ -214,6 +305,10 @@ class ProcessCrew(Crew):
         seat.process.kill()
 
     def _forget(self, seat: ProcessSeat) -> None:
-        self._seats.pop(seat.pipe, None)
-        seat.pipe.close()
+        self._hang_up(seat.pipe)
         seat.process.join(LEAVE_S)
+
+    def _hang_up(self, pipe: Connection) -> None:
+        self._seats.pop(pipe, None)
+        self._awaited.forget(pipe)
+        pipe.close()

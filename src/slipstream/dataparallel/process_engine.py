@@ -113,8 +113,8 @@ class ProcessEngine(Engine):
 
     def _begin(self) -> None:
         """Give out the first work when all are here: one that is alone would be given a whole step's."""
-        while any(not seat.incarnation for seat in self._crew.seats):
-            self._handle(self._hear())
+        while self._crew.has_more or any(not seat.incarnation for seat in self._crew.seats):
+            self._attend()
         if not self.config.dataparallel.emulate_microbatch_ms:
             for seat in self._crew.seats:
                 self._calibrate(seat)
@@ -128,12 +128,13 @@ class ProcessEngine(Engine):
         """Measure how fast a worker is while nobody else computes."""
         self._crew.tell(seat, Calibrate(num_microbatches=self._calibration_microbatches))
         while seat.worker not in self._own_s and seat in self._crew.seats:
-            self._handle(self._hear())
+            self._attend()
 
-    def _hear(self) -> Heard:
+    def _attend(self) -> None:
+        """Wait for a word and act on it; nothing is out that has a deadline."""
         heard = self._crew.hear(timeout_s=None)
-        assert heard is not None
-        return heard
+        if heard is not None:
+            self._handle(heard)
 
     def _next(self) -> StepRecord | None:
         """Let the next thing happen: a word of a worker, or a deadline."""

@@ -1,6 +1,5 @@
 """Workers as Ray actors, on any machine of a cluster: starts them, hears them, and notices that one is gone."""
 
-import collections
 import dataclasses
 import time
 from typing import Any
@@ -13,7 +12,7 @@ from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.ray_cluster import cpus_of_worker, import_ray
 from slipstream.dataparallel.ray_worker import Turn, WorkerActor
 from slipstream.dataparallel.transport import Line, Lines
-from slipstream.dataparallel.worker_process import Command, Failed, Report, Result, WorkerMain
+from slipstream.dataparallel.worker_process import Calibrate, Command, Report, Result, WorkerMain
 from slipstream.errors import StageError
 
 
@@ -40,7 +39,8 @@ class RayCrew(Crew):
     """Actors, without the protocol.
 
     A worker that is gone makes the call fail that it was to answer. Ray starts no actor again by itself: an incarnation
-    is an actor of its own, and the engine says when there is another.
+    is an actor of its own, and the engine says when there is another. One may wait for room for as long as it takes; it
+    has to be ready in time once it has come.
 
     Args:
         config: Resolved settings.
@@ -51,12 +51,11 @@ class RayCrew(Crew):
 
     def __init__(self, config: Config, *, lines: Lines, device: torch.device, main: WorkerMain) -> None:
         self._ray = import_ray()
-        self._config = config
+        super().__init__(config)
         self._lines = lines
         self._device = torch.device(device.type)
         self._main = main
         self._calls: dict[Any, RaySeat] = {}
-        self._words: collections.deque[Heard] = collections.deque()
         self._seats: list[RaySeat] = []
         self._actors = self._ray.remote(WorkerActor).options(
             num_cpus=cpus_of_worker(config),
@@ -85,27 +84,35 @@ class RayCrew(Crew):
         actor = self._actors.remote(self._main, self._config, worker, line.far_end, self._device)
         seat = RaySeat(worker=worker, actor=actor, gradient=line)
         self._seats.append(seat)
-        self._calls[actor.begin.remote()] = seat
+        self._calls |= dict.fromkeys((actor.come.remote(), actor.begin.remote()), seat)
         return seat
 
     def hear(self, *, timeout_s: float | None) -> Heard | None:
         """Wait for the next word of anybody, or for the end of an actor."""
+        while not self._words and self._listen(self._awaited.rest_s(timeout_s)):
+            pass
         if not self._words:
-            self._listen(timeout_s)
+            self._lose_late()
         return self._words.popleft() if self._words else None
 
-    def _listen(self, timeout_s: float | None) -> None:
-        """Take the answers that are here, gradients and all: Ray brings them while others are waited for."""
+    def _listen(self, timeout_s: float | None) -> bool:
+        """Take the answers that are here, gradients and all: Ray brings them while others are waited for.
+
+        Returns:
+            Whether there was any.
+        """
         calls = list(self._calls)
         if not calls:
             time.sleep(timeout_s or 0.0)
-            return
+            return False
         # All that are ready have their turn before anybody has another: none can starve the rest.
         ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         if not ready:
             ready, _ = self._ray.wait(calls, num_returns=1, timeout=timeout_s)
         for call in ready:
-            self._take(self._calls.pop(call), call)
+            if (seat := self._calls.pop(call, None)) is not None:  # and not another of one that has failed
+                self._take(seat, call)
+        return bool(ready)
 
     def _take(self, seat: RaySeat, call: Any) -> None:
         try:
@@ -114,11 +121,13 @@ class RayCrew(Crew):
                 if isinstance(report, Result):
                     seat.gradient.arrive(report.push.sequence, parcel)
         except (self._ray.exceptions.RayError, StageError) as error:
-            self._end(seat)
-            self._words += Heard(seat=seat, report=Failed(trace=str(error))), Heard(seat=seat, report=None)
+            self._lose(seat, str(error))
             return
+        if not seat.process:  # it has come, and gets ready; before, it may have had to wait for room
+            self._awaited.expect(seat, by=seat)
         seat.process, seat.machine = turn.process, turn.machine
         for report, _ in turn.reports:
+            self._awaited.forget(seat)
             self._words.append(Heard(seat=seat, report=self._timed(seat, report)))
         if turn.has_ended:
             self._end(seat)
@@ -137,6 +146,8 @@ class RayCrew(Crew):
         if seat not in self._seats:
             return
         seat.told_s = time.monotonic()
+        if isinstance(command, Calibrate):
+            self._awaited.expect(seat, by=seat)
         if isinstance(command, Order) and (note := seat.gradient.offer(command.version)) is not None:
             seat.actor.offer.remote(command.version, [note])
         self._calls[seat.actor.answer.remote(command)] = seat
@@ -147,7 +158,8 @@ class RayCrew(Crew):
             self._end(seat)
         self._words.clear()
 
-    def _end(self, seat: RaySeat) -> None:
+    def _end(self, seat: Seat) -> None:
+        assert isinstance(seat, RaySeat)
         self._ray.kill(seat.actor)
         self._forget(seat)
 
@@ -156,4 +168,5 @@ class RayCrew(Crew):
             self._seats.remove(seat)
         for call in [call for call, other in self._calls.items() if other is seat]:
             del self._calls[call]
+        self._awaited.forget(seat)
         seat.gradient.close()

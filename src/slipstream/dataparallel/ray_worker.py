@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,8 +54,10 @@ class _Turns:
 
     def end_turn(self, *, has_ended: bool) -> None:
         reports, self._reports = self._reports, []
-        turn = Turn(reports=reports, has_ended=has_ended, process=os.getpid(), machine=self._machine)
-        self._turns.put(turn)
+        self._turns.put(self.turn(reports, has_ended=has_ended))
+
+    def turn(self, reports: Iterable[tuple[Report, Any]] = (), *, has_ended: bool) -> Turn:
+        return Turn(reports=list(reports), has_ended=has_ended, process=os.getpid(), machine=self._machine)
 
     def tell(self, command: Order | Calibrate | None) -> None:
         self._commands.put(command)
@@ -84,6 +86,10 @@ class WorkerActor:
         self._turns = _Turns(end)
         place = Workplace(config=config, worker=worker, pipe=self._turns, weights=end, gradient=end, device=device)
         threading.Thread(target=self._work, args=(main, place), daemon=True).start()
+
+    def come(self) -> Turn:
+        """Say that there was room, and where."""
+        return self._turns.turn(has_ended=False)
 
     def _work(self, main: WorkerMain, place: Workplace) -> None:
         try:

@@ -2,7 +2,6 @@
 
 import atexit
 import collections
-import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config import Config
-from slipstream.dataparallel.crew import LEAVE_S, Heard, ProcessCrew, ProcessSeat, Seat
+from slipstream.dataparallel.crew import LEAVE_S, ProcessCrew, ProcessSeat, Seat
 from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.shared import HeldBoard, Layout
 from slipstream.dataparallel.stage_process import Part, StagePlace
@@ -99,7 +98,8 @@ class ReplicaCrew(ProcessCrew):
         links = tuple(self._start_stage(worker, stage, rendezvous) for stage in range(len(self._boards)))
         first = links[0]
         seat = ReplicaSeat(worker=worker, process=first.process, pipe=first.pipe, gradient=first.gradient, links=links)
-        self._seats |= dict.fromkeys((link.pipe for link in links), seat)
+        for link in links:
+            self._listen_to(link.pipe, seat)
         return seat
 
     def _start_stage(self, worker: int, stage: int, rendezvous: str) -> Link:
@@ -119,19 +119,11 @@ class ReplicaCrew(ProcessCrew):
         theirs.close()
         return Link(process=process, pipe=ours, gradient=gradient)
 
-    def hear(self, *, timeout_s: float | None) -> Heard | None:
-        """Wait for the next word of anybody, or for the end of a process."""
-        heard = super().hear(timeout_s=timeout_s)
-        while heard is None and timeout_s is None:  # what was there came from stages that have been ended meanwhile
-            heard = super().hear(timeout_s=timeout_s)
-        return heard
-
     def tell(self, seat: Seat, command: Command) -> None:
         """Send a command to all stages, which run the same cycles."""
         assert isinstance(seat, ReplicaSeat)
         for link in seat.links:
-            with contextlib.suppress(OSError):
-                link.pipe.send(command)
+            self._send(link.pipe, seat, command)
 
     def close(self) -> None:
         """End all processes; may be called twice."""
@@ -150,6 +142,5 @@ class ReplicaCrew(ProcessCrew):
         assert isinstance(seat, ReplicaSeat)
         self._kill(seat)
         for link in seat.links:
-            self._seats.pop(link.pipe, None)
-            link.pipe.close()
+            self._hang_up(link.pipe)
             link.process.join(LEAVE_S)
