@@ -11,6 +11,7 @@ from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.server import Server
 from slipstream.dataparallel.worker import Worker
 from slipstream.staleness.damping import agc_of
+from slipstream.staleness.gradient import clip
 
 
 class Prober:
@@ -54,10 +55,7 @@ class Prober:
         _copy(newest, read)
         old = self._gradient(order)
         _copy(newest, backup)
-        scale = min(self._max_grad_norm / (grad_norm + 1e-6), 1.0) if self._max_grad_norm > 0 else 1.0
-        for tensor in (*old.values(), *new.values()):
-            if tensor is not None:
-                tensor.mul_(scale)
+        clip((*old.values(), *new.values()), grad_norm, limit=self._max_grad_norm)
         self._agc.probe(old, read, new, backup)
         return True
 

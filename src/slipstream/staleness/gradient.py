@@ -66,6 +66,21 @@ def global_norm(norms: Tensor) -> Tensor:
     return norm
 
 
+def clip(tensors: Iterable[Tensor | None], norm: Tensor | float, *, limit: float) -> None:
+    """Scale gradients in place as ``torch.nn.utils.clip_grad_norm_`` does, to the bit.
+
+    Args:
+        tensors: Gradients, or parts of them.
+        norm: Global norm that the factor is made of.
+        limit: Norm above which they are scaled down; 0: never.
+    """
+    if limit > 0:
+        scale = torch.clamp(torch.as_tensor(limit / (norm + 1e-6)), max=1.0)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.mul_(scale)
+
+
 class GradientAccumulator:
     """Sums the gradients of one batch's microbatches, in microbatch order.
 

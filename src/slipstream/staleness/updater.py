@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.errors import StalenessError
 from slipstream.staleness.corrections import Correction
-from slipstream.staleness.gradient import Gradient
+from slipstream.staleness.gradient import Gradient, clip
 from slipstream.staleness.publish import PublishMethod
 from slipstream.staleness.step_size import FullStep, StepSize
 from slipstream.staleness.versions import VersionedWeights
@@ -124,7 +124,7 @@ class Updater:
         staleness = self.staleness_of(gradient)
         if not math.isfinite(float(grad_norm)):
             return None
-        self._clip(gradient, grad_norm)
+        clip(gradient.tensors.values(), grad_norm, limit=self._max_grad_norm)
         if read is None:
             read = self._weights_read(gradient)
         for correction in self.corrections:
@@ -162,14 +162,6 @@ class Updater:
         if gradient.read_versions is None:
             return oldest
         return {name: self.weights.read(version)[name] for name, version in gradient.read_versions.items()}
-
-    def _clip(self, gradient: Gradient, grad_norm: Tensor) -> None:
-        """Scale in place as ``torch.nn.utils.clip_grad_norm_`` does, to the bit."""
-        if self._max_grad_norm > 0:
-            scale = torch.clamp(self._max_grad_norm / (grad_norm + 1e-6), max=1.0)
-            for tensor in gradient.tensors.values():
-                if tensor is not None:
-                    tensor.mul_(scale)
 
     def _step_optimizers(self, gradient: Gradient, lr_factor: float) -> None:
         for name, master in self.masters.items():

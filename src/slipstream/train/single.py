@@ -18,7 +18,7 @@ from slipstream.models.partition import uncut
 from slipstream.models.parts import ModelParts
 from slipstream.staleness.backward import backward_on, build_backward
 from slipstream.staleness.damping import agc_of
-from slipstream.staleness.gradient import Gradient, GradientAccumulator, global_norm
+from slipstream.staleness.gradient import Gradient, GradientAccumulator, clip, global_norm
 from slipstream.train.delays import delay_line
 
 
@@ -116,34 +116,31 @@ class SingleExecutor:
         newest = dict.fromkeys(versions, weights.latest)
         if self._agc is None or versions == newest:
             return
-        count, limit = self._config.pipeline.num_microbatches, self._config.optim.max_grad_norm
-        part = batch.microbatch(count - 1, count)
         log = self._parts.router_log
         share, log.batch_share = log.batch_share, 1.0
-        found: list[tuple[dict[str, Tensor | None], dict[str, Tensor]]] = []
-        for read in (versions, newest):
-            module, leaves = self._parts.mixed_module(read)
-            accumulator = GradientAccumulator()
-            run_microbatches(
-                [((batch.index, count - 1), part)],
-                module=module,
-                leaves=leaves,
-                accumulator=accumulator,
-                num_tokens=part.num_tokens,
-                device=self._device,
-            )
-            gradient = self._parts.by_parameter(accumulator.take())
-            for tensor in gradient.values():
-                if tensor is not None and limit > 0:
-                    tensor.mul_(min(limit / (grad_norm + 1e-6), 1.0))
-            names = self._parts.parameter_of
-            found.append(
-                (gradient, {names[leaf]: weights.read(version)[names[leaf]] for leaf, version in read.items()})
-            )
+        old, new = self._last_gradient(batch, versions), self._last_gradient(batch, newest)
         log.take(batch.index)
         log.batch_share = share
-        (old, read_weights), (new, new_weights) = found
-        self._agc.probe(old, read_weights, new, new_weights)
+        clip((*old.values(), *new.values()), grad_norm, limit=self._config.optim.max_grad_norm)
+        names = self._parts.parameter_of.items()
+        read = {name: weights.read(versions[leaf])[name] for leaf, name in names}
+        self._agc.probe(old, read, new, weights.read(weights.latest))
+
+    def _last_gradient(self, batch: Batch, versions: Mapping[str, int]) -> dict[str, Tensor | None]:
+        """Return the gradient of a batch's last microbatch, at the version given for each leaf."""
+        module, leaves = self._parts.mixed_module(versions)
+        count = self._config.pipeline.num_microbatches
+        part = batch.microbatch(count - 1, count)
+        run_microbatches(
+            [((batch.index, count - 1), part)],
+            module=module,
+            leaves=leaves,
+            accumulator=self._accumulator,
+            num_tokens=part.num_tokens,
+            device=self._device,
+            loss_sum=self._parts.model.loss_sum,
+        )
+        return self._parts.by_parameter(self._accumulator.take())
 
     def _saving(
         self, versions: Mapping[str, int], leaves: Mapping[str, Tensor]
