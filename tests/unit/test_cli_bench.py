@@ -214,6 +214,17 @@ def test_simulate_refuses_what_it_cannot_do(capsys, tmp_path):
     assert "forward_ms is inf" in capsys.readouterr().err
 
 
+def test_simulate_names_what_has_no_effect(capsys):
+    assert run("simulate", "--pipeline-schedule", "gpipe", "--num-extra-in-flight", 2, "--num-virtual-stages", 3) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "warning: num_extra_in_flight 2 has no effect with the schedule 'gpipe', only with two_bw.",
+        "warning: num_virtual_stages 3 has no effect with the schedule 'gpipe', only with interleaved.",
+    ]
+    assert run("simulate", "--pipeline-schedule", "interleaved", "--num-virtual-stages", 3) == 0
+    assert not capsys.readouterr().err
+
+
 def test_exchange_is_timed_beside_a_plain_copy(capsys):
     words = ("--megabytes", 1, "--num-workers", 2, "--rounds", 2, "--cycles", 3)
     assert run("bench", "exchange", *words, "--json") == 0

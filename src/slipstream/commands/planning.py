@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 
 import tyro
 
 from slipstream.arguments import DoctorArgs, SimulateArgs, SimulateAsyncDpArgs, StabilityArgs, refuse_given
 from slipstream.errors import ConfigError
-from slipstream.plan.simulate import build_timeline, run_simulate
+from slipstream.plan.simulate import build_timeline, run_simulate, without_effect
 from slipstream.plan.stability import StabilityConfig, run_stability, stability_text
 
 
@@ -20,6 +21,8 @@ def simulate(argv: Sequence[str]) -> int:
     args = tyro.cli(SimulateArgs, args=argv, prog="slipstream simulate")
     timeline = build_timeline(args)
     figures = run_simulate(args, timeline)
+    for sentence in without_effect(args):
+        print(f"warning: {sentence}", file=sys.stderr)
     if args.svg is not None:
         title = f"{args.pipeline_schedule}: {args.num_stages} stages, {args.num_microbatches} microbatches a batch"
         try:

@@ -22,7 +22,6 @@ comes at the same number of forwards on all stages.
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -135,21 +134,18 @@ def schedule_spec(
 ) -> ScheduleSpec:
     """Build a spec from settings of which the schedule may use only a part.
 
-    ``num_virtual_stages`` is left aside where the schedule has one stage a rank, and ``num_extra_in_flight`` with a
-    warning where it starts nothing ahead: one set of settings serves all schedules.
+    ``num_virtual_stages`` is left aside where the schedule has one stage a rank, and ``num_extra_in_flight`` where it
+    starts nothing ahead: one set of settings serves all schedules.
 
     Raises:
         ConfigError: The sizes do not fit the schedule.
     """
-    if name != "two_bw" and num_extra_in_flight:
-        warnings.warn(f"num_extra_in_flight = {num_extra_in_flight} has no effect with {name}.", stacklevel=2)
-        num_extra_in_flight = 0
     return ScheduleSpec(
         name=name,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         num_virtual_stages=num_virtual_stages if name == "interleaved" else 1,
-        num_extra_in_flight=num_extra_in_flight,
+        num_extra_in_flight=num_extra_in_flight if name == "two_bw" else 0,
     )
 
 

@@ -294,6 +294,17 @@ def run_simulate(config: SimulateConfig, timeline: Timeline | None = None) -> di
     }
 
 
+def without_effect(config: SimulateConfig) -> list[str]:
+    """Return a sentence for each setting that was given and that the schedule does not look at."""
+    schedule, default = config.pipeline_schedule, SimulateConfig()
+    users = {"num_extra_in_flight": "two_bw", "num_virtual_stages": "interleaved"}
+    return [
+        f"{name} {getattr(config, name)} has no effect with the schedule '{schedule}', only with {user}."
+        for name, user in users.items()
+        if schedule != user and getattr(config, name) != getattr(default, name)
+    ]
+
+
 def _spec(config: SimulateConfig) -> ScheduleSpec:
     for name in ("num_stages", "num_batches"):
         if getattr(config, name) < 1:

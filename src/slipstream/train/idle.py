@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from slipstream.config import Config, DataConfig, DataParallelConfig, LogConfig, ModelConfig, PipelineConfig
 from slipstream.data.files import hold_records
 
+OF_PIPELINES = ("pipeline.num_stages", "pipeline.pipeline_schedule", "pipeline.num_extra_in_flight")
+"""Nobody looks at these where there is no pipeline; of workers that are pipelines the first has another name."""
+
 
 def idle_settings(config: Config) -> list[str]:
     """Return a sentence that names the settings which were given and have no effect.
@@ -47,15 +50,24 @@ def _idle_for_executor(config: Config) -> list[str]:
         return _idle_with_workers(config)
     names = [f"dataparallel.{each.name}" for each in dataclasses.fields(DataParallelConfig)]
     if config.executor == "single":
-        names.append("log.trace_steps")
-    return _sentence(config, names)
+        return _sentence(config, [*OF_PIPELINES, *names, "log.trace_steps"])
+    return [*_sentence(config, names), *_idle_ahead(config)]
+
+
+def _idle_ahead(config: Config) -> list[str]:
+    """Name microbatches that are to be started ahead by a schedule that drains."""
+    pipeline = config.pipeline
+    if not pipeline.num_extra_in_flight or pipeline.pipeline_schedule == "two_bw":
+        return []
+    schedule = pipeline.pipeline_schedule
+    return [f"pipeline.num_extra_in_flight has no effect with the schedule '{schedule}', only with two_bw."]
 
 
 def _idle_with_workers(config: Config) -> list[str]:
-    names = ["pipeline.num_stages"]
-    if config.dataparallel.num_stages == 1:
-        names += ["pipeline.pipeline_schedule", "pipeline.num_extra_in_flight"]
-    found = _sentence(config, [*names, "log.trace_steps"])
+    has_pipelines = config.dataparallel.num_stages > 1
+    found = _sentence(config, [*(OF_PIPELINES[:1] if has_pipelines else OF_PIPELINES), "log.trace_steps"])
+    if has_pipelines:
+        found += _idle_ahead(config)
     bound = config.dataparallel.max_staleness
     if bound and config.dataparallel.num_workers == config.gradients_per_worker == 1:
         found.append(

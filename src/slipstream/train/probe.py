@@ -68,8 +68,9 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
         ``run``, ``step``, ``delay``, ``error_feedback``, ``num_tokens``, ``loss``, and ``rules``: for each its
         ``rule``, ``num_parameters``, ``lr`` (at the checkpoint), ``peak_lr``, ``measured`` (a sentence that says
         what was), ``sharpness``, ``num_products``, ``lr_times_sharpness``; for adaptive rules also
-        ``sharpness_error``, ``momentum``, ``nesterov`` and ``limits`` (largest stable
-        ``lr_times_sharpness`` by setting); for Muon ``gradient_dual_norm`` and ``share_of_gradient``.
+        ``sharpness_error``, ``momentum``, ``nesterov``, ``limits`` (largest stable ``lr_times_sharpness`` by
+        setting) and ``lr_limits`` (the rates at which this sharpness meets them; ``None``: none does); for Muon
+        ``gradient_dual_norm`` and ``share_of_gradient``.
 
     Raises:
         CheckpointError: There is no complete checkpoint, or none that holds what is needed.
@@ -153,18 +154,15 @@ def probe_text(found: Mapping[str, Any]) -> str:
             )
             for setting, limit in row["limits"].items():
                 verdict = "above the limit" if row["lr_times_sharpness"] > limit else "below it"
-                lines.append(f"    {setting:<28} up to {limit:<7.3g} {verdict}; lr up to {_rate(row, limit):.3g}")
+                rate = row["lr_limits"][setting]
+                known = "any lr" if rate is None else f"lr up to {rate:.3g}"
+                lines.append(f"    {setting:<28} up to {limit:<7.3g} {verdict}; {known}")
         elif "share_of_gradient" in row:
             lines.append(
                 f"  sharpness {row['sharpness']:.4g}; lr x sharpness = {row['lr_times_sharpness']:.3g}, "
                 f"{row['share_of_gradient']:.2g} of the gradient's dual norm {row['gradient_dual_norm']:.3g}"
             )
     return "\n".join(lines)
-
-
-def _rate(row: Mapping[str, Any], limit: float) -> float:
-    """Return the learning rate at which this sharpness meets a limit."""
-    return float(row["lr"] * limit / row["lr_times_sharpness"]) if row["lr_times_sharpness"] > 0 else math.inf
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> StabilityConfig:
@@ -222,6 +220,7 @@ def _measure_adaptive(
     )
     # SGD adds gradients up where the others average them, so its rate counts for that much more.
     weight = (1 - group["dampening"]) / (1 - setting.momentum) if is_sgd and setting.momentum else 1.0
+    limits, counted = _limits(setting, run), weight * found.value
     return {
         "measured": "the largest eigenvalue of P^-1/2 H P^-1/2 on a few training batches, with P = "
         + ("1" if is_sgd else "sqrt(v_hat) + eps of the checkpoint, held as it is"),
@@ -230,8 +229,10 @@ def _measure_adaptive(
         "sharpness": found.value,
         "sharpness_error": found.error,
         "num_products": found.num_products,
-        "lr_times_sharpness": weight * lr * found.value,
-        "limits": _limits(setting, run),
+        "lr_times_sharpness": lr * counted,
+        "limits": limits,
+        # Of the sharpness, not of lr x sharpness: a schedule may have ended at a rate of 0.
+        "lr_limits": {text: limit / counted if counted > 0 else None for text, limit in limits.items()},
     }
 
 

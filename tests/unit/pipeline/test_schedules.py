@@ -199,7 +199,6 @@ def test_rank_that_does_not_exist() -> None:
         order(spec, rank=2)
 
 
-def test_setting_without_effect_warns() -> None:
-    with pytest.warns(UserWarning, match="num_extra_in_flight = 2 has no effect with gpipe"):
-        spec = schedule_spec("gpipe", num_ranks=2, num_microbatches=2, num_extra_in_flight=2)
-    assert spec.num_extra_in_flight == 0
+def test_a_setting_of_another_schedule_is_left_aside() -> None:
+    spec = schedule_spec("gpipe", num_ranks=2, num_microbatches=2, num_extra_in_flight=2, num_virtual_stages=3)
+    assert (spec.num_extra_in_flight, spec.num_virtual_stages) == (0, 1)

@@ -20,7 +20,26 @@ def resolved(executor, **tables):
             "dataparallel.pushes_per_step, dataparallel.max_staleness have no effect with the executor 'single'.",
         ),
         ("single", {"log": {"trace_steps": 3}}, "log.trace_steps has no effect with the executor 'single'."),
+        (
+            "single",
+            {"pipeline": {"num_stages": 4, "pipeline_schedule": "gpipe", "num_extra_in_flight": 1}},
+            "pipeline.num_stages, pipeline.pipeline_schedule, pipeline.num_extra_in_flight have no effect with the "
+            "executor 'single'.",
+        ),
         ("pipeline", {"dataparallel": {"num_workers": 3}}, "dataparallel.num_workers has no effect"),
+        (
+            "pipeline",
+            {"pipeline": {"pipeline_schedule": "gpipe", "num_extra_in_flight": 1}},
+            "pipeline.num_extra_in_flight has no effect with the schedule 'gpipe', only with two_bw.",
+        ),
+        (
+            "dataparallel",
+            {
+                "pipeline": {"pipeline_schedule": "one_f_one_b", "num_extra_in_flight": 1},
+                "dataparallel": {"num_stages": 2},
+            },
+            "pipeline.num_extra_in_flight has no effect with the schedule 'one_f_one_b'",
+        ),
         (
             "dataparallel",
             {"pipeline": {"num_stages": 7, "pipeline_schedule": "gpipe"}, "log": {"trace_steps": 3}},
@@ -38,6 +57,8 @@ def test_what_has_no_effect_is_named_once(executor, tables, said):
     ("executor", "tables"),
     [
         ("single", {"pipeline": {"num_microbatches": 8}}),
+        ("pipeline", {"pipeline": {"num_extra_in_flight": 1}}),
+        ("dataparallel", {"pipeline": {"num_extra_in_flight": 1}, "dataparallel": {"num_stages": 2}}),
         ("pipeline", {"log": {"trace_steps": 3}, "pipeline": {"num_stages": 4}, "train": {"max_skipped_steps": 9}}),
         ("dataparallel", {"dataparallel": {"num_workers": 2, "max_staleness": 3}}),
         ("dataparallel", {"dataparallel": {"mode": "sync"}, "train": {"max_skipped_steps": 9}}),

@@ -28,7 +28,7 @@ from slipstream.train.curvature import (
 )
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
-from slipstream.train.probe import ProbeConfig, run_probe
+from slipstream.train.probe import ProbeConfig, probe_text, run_probe
 from slipstream.train.progress import SilentReporter
 from slipstream.train.workload import training_loader
 
@@ -204,6 +204,15 @@ def test_sgd_counts_for_the_sum_of_its_momentum(tmp_path, args, length):
     assert row["lr_times_sharpness"] == pytest.approx(length * row["lr"] * row["sharpness"])
     expected = max_stable_product(StabilityConfig(momentum=args.get("momentum", 0.0), delay=0))
     assert row["limits"]["delay 0"] == pytest.approx(expected)
+    assert row["lr_limits"]["delay 0"] == pytest.approx(expected / (length * row["sharpness"]))
+
+
+def test_a_rate_that_has_ended_at_0_does_not_make_every_rate_stable(tmp_path):
+    train(tmp_path, optim={"lr_schedule": "linear", "lr_final_fraction": 0.0, "lr_total_steps": 6})
+    (row,) = (found := run_probe(ProbeConfig(run=str(tmp_path), num_batches=1)))["rules"]
+    assert row["lr"] == row["lr_times_sharpness"] == 0
+    assert row["lr_limits"]["delay 1"] == pytest.approx(row["limits"]["delay 1"] / row["sharpness"])
+    assert "inf" not in probe_text(found)
 
 
 def test_nadam_looks_ahead(tmp_path):
