@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import re
 import signal
+import struct
+import sys
 import threading
 import time
 
@@ -17,6 +19,7 @@ from torch.distributed import FileStore
 from slipstream.errors import ConfigError, NonFiniteError, StageError
 from slipstream.pipeline.transport import PeerError
 from slipstream.train.launch import launch
+from slipstream.train.processes import run_processes
 from slipstream.train.progress import SilentReporter
 from slipstream.train.rank import run_pipeline_rank
 from slipstream.train.single import SingleExecutor
@@ -71,6 +74,17 @@ def test_the_traceback_of_the_cause_comes_first(tmp_path, schedule):
 def test_a_rank_that_ends_without_a_word(tmp_path):
     said = fails(StageError, tmp_path, optim={"name": "tests.distributed.failing.Exits"})
     assert re.match(r"rank 2 \(stage 2\) ended with exit code 7 and no word; its last action was '2O@3'", said)
+
+
+def is_killed_in_mid_word(context):
+    pipe = sys._getframe(1).f_locals["pipe"]
+    os.write(pipe.fileno(), struct.pack("!i", 100_000) + b"the beginning")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_in_mid_word():
+    with pytest.raises(StageError, match=r"rank 0 \(stage 0\) was killed by SIGKILL; .* Start again\."):
+        run_processes(is_killed_in_mid_word, num_ranks=1, timeout_s=60.0, remedy="Start again.")
 
 
 def test_a_silent_rank_is_waited_for_so_long(tmp_path):

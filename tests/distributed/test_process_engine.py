@@ -170,6 +170,12 @@ def test_a_worker_is_killed():
         assert engine.server.sequencer.ledger.lag < 6 * STEP_MICROBATCHES, "no microbatch is left behind"
 
 
+def test_a_worker_is_killed_in_mid_message(tmp_path):
+    with running(settings(run_dir=str(tmp_path)), worker_mains.is_killed_in_mid_message) as engine:
+        run_until(engine, lambda: committed(engine))
+        assert (tmp_path / "killed").exists()
+
+
 def test_a_worker_joins():
     """One microbatch to find out how fast it is, then its share."""
     with running(settings(pipeline={"num_microbatches": 18})) as engine:

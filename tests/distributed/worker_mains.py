@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import signal
+import struct
 import threading
 import time
 from pathlib import Path
@@ -187,6 +188,16 @@ def is_not_timed(place: Workplace) -> None:
     """The odd one does not answer a calibration."""
     if place.worker == ODD:
         place = dataclasses.replace(place, pipe=Untimed(place.pipe))
+    plain(place)
+
+
+def is_killed_in_mid_message(place: Workplace) -> None:
+    """The odd one has sent the beginning of a report when it is killed, in its first life."""
+    note = Path(place.config.run_dir) / "killed"
+    if place.worker == ODD and not note.exists():
+        note.touch()
+        os.write(place.pipe.fileno(), struct.pack("!i", 100_000) + b"the beginning")
+        os.kill(os.getpid(), signal.SIGKILL)
     plain(place)
 
 

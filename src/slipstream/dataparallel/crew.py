@@ -269,7 +269,7 @@ class ProcessCrew(Crew):
                 continue
             try:
                 report = pipe.recv()
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # it may be gone in the midst of a message
                 self._forget(seat)
                 return Heard(seat=seat, report=None)
             self._awaited.forget(pipe)

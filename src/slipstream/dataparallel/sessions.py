@@ -157,30 +157,30 @@ class Session:
         if self.is_closed:
             return
         self._num_orders += 1
-        self.reading = self._weights(version)
+        self.reading = flat = self._weights(version)
         if self._num_orders == 1:
             # The worker looks for this end when it reads, and may be slow at that.
-            threading.Thread(target=self._begin, args=(self._connect,), daemon=True).start()
+            threading.Thread(target=self._begin, args=(self._connect, flat), daemon=True).start()
         else:
-            self._exchange()
+            self._exchange(self._group, flat)
 
-    def _begin(self, connect: Callable[[], _Group]) -> None:
+    def _begin(self, connect: Callable[[], _Group], flat: Tensor) -> None:
         try:
             group = connect()
         except RuntimeError:
             self.close()
             return
-        if not self.is_closed:
-            self._group = group
-            self._exchange()
-            self._is_connected.set()
+        self._group = group
+        if self.is_closed:  # meanwhile, in the other thread
+            self.close()
+            return
+        self._exchange(group, flat)
+        self._is_connected.set()
 
-    def _exchange(self) -> None:
-        assert self._group is not None
-        assert self.reading is not None
+    def _exchange(self, group: _Group, flat: Tensor) -> None:
         try:
-            sending = self._group.send([self.reading], _WORKER, _WEIGHTS)
-            receiving = [self._group.recv([flat], _WORKER, _GRADIENT) for flat in self._slots.flats(self._num_orders)]
+            sending = group.send([flat], _WORKER, _WEIGHTS)
+            receiving = [group.recv([slot], _WORKER, _GRADIENT) for slot in self._slots.flats(self._num_orders)]
             self._works = [sending, *receiving]
         except RuntimeError:
             # The worker, if it lives, finds its connection closed and says so; if not, its call fails.

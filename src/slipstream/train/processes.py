@@ -243,7 +243,7 @@ class _Watch:
         """Take a rank's last word; a pipe that closed without one belongs to a process that was killed."""
         try:
             word, content = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # it may have been killed in the midst of the word
             process = self._processes[rank]
             process.join(timeout=5)
             code = process.exitcode

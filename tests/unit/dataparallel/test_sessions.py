@@ -8,9 +8,9 @@ import torch
 
 from slipstream.config import DataParallelConfig
 from slipstream.dataparallel import sessions
-from slipstream.dataparallel.sessions import Sessions
+from slipstream.dataparallel.sessions import Session, Sessions
 from slipstream.dataparallel.shared import Layout
-from slipstream.dataparallel.wire import build_wire
+from slipstream.dataparallel.wire import PushSlots, build_wire
 from slipstream.errors import StageError
 
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2)}
@@ -132,6 +132,20 @@ def test_a_worker_may_compute_for_longer_than_ends_look_for_each_other():
         end.write(1, tensors(1), key=1)
         session.arrive(1, None)
         assert torch.equal(session.read(1, ())["a"], tensors(1)["a"])
+
+
+def test_a_session_may_be_closed_at_the_moment_in_which_it_is_connected():
+    class Closing(Session):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_group" and value is not None:
+                self.close()  # what the other thread may do
+
+    slots = PushSlots(build_wire(DataParallelConfig()), GRADIENT, is_shared=False)
+    session = Closing(slots, weights=lambda version: WEIGHTS.empty(), connect=object, far_end=object)
+    session._begin(object, WEIGHTS.empty())
+    assert session.is_closed
+    assert session._group is None
 
 
 def test_where_the_server_cannot_listen_is_said():
