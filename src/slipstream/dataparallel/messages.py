@@ -97,12 +97,10 @@ class Reply:
     """Answer to a pull.
 
     Attributes:
-        action: ``work``: see the order. ``wait``: the request is parked; an order follows, or ask again at
-            ``until_s``. ``rejoin``: the server does not count on this incarnation any more. ``stop``: quarantined.
+        action: ``work``: see the order. ``wait``: the request is parked; an order follows. ``rejoin``: the server does
+            not count on this incarnation any more. ``stop``: quarantined.
         order: Where there is work.
-        until_s: Where the request is parked.
     """
 
     action: Literal["work", "wait", "rejoin", "stop"]
     order: Order | None = None
-    until_s: float = 0.0

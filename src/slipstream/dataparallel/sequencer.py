@@ -23,10 +23,6 @@ from slipstream.dataparallel.messages import Order, Push, Rejection, Reply, Verd
 from slipstream.dataparallel.tally import Tally
 from slipstream.errors import ConfigError, NonFiniteError
 
-PARK_S = 10.0
-"""A parked request is answered after so long at the latest, if only with "ask again"."""
-
-
 MOST_PATIENCE = 64.0
 """Largest factor on the deadlines of a worker that keeps missing them."""
 
@@ -86,7 +82,7 @@ class Sequencer:
         self._identity = identity
         self._step_tokens = policy.step_microbatches * ledger.microbatch_tokens
         self._tokens = 0
-        self._parked: collections.OrderedDict[int, float] = collections.OrderedDict()
+        self._parked: dict[int, None] = {}  # a set in order
 
     @property
     def num_live(self) -> int:
@@ -198,8 +194,8 @@ class Sequencer:
             return Reply(action="stop")
         if not self._parked and self._is_admitted(worker):
             return Reply(action="work", order=self._order(worker, member, now_s=now_s))
-        self._parked[worker] = now_s + PARK_S
-        return Reply(action="wait", until_s=now_s + PARK_S)
+        self._parked[worker] = None
+        return Reply(action="wait")
 
     def decline(self, worker: int, incarnation: int, lease_id: int) -> None:
         """Take an order back, whose weights were overwritten before the worker had them."""
@@ -322,7 +318,7 @@ class Sequencer:
             "staleness": self.staleness.items(),
             "members": [[worker, member.state_dict()] for worker, member in self.members.items()],
             "in_flight": self.in_flight.state_dict(),
-            "parked": list(self._parked.items()),
+            "parked": list(self._parked),
             "policy": self.policy.state_dict(),
             "ledger": self.ledger.state_dict(),
         }
@@ -349,4 +345,5 @@ class Sequencer:
                     lease=lease,
                 )
             )
-        self._parked = collections.OrderedDict((worker, until_s) for worker, until_s in state["parked"])
+        # An older version had [worker, time].
+        self._parked = dict.fromkeys(each if isinstance(each, int) else each[0] for each in state["parked"])
