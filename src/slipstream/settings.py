@@ -172,8 +172,8 @@ class OptimConfig:
     lr_warmup_steps: int = 0
     """Updates over which the rate rises linearly from 0."""
     lr_total_steps: int | None = None
-    """Updates after which the rate has reached its end; none: train.num_steps. Its own setting, so that a
-    shorter run keeps its rates."""
+    """Updates after which the rate has reached its end (of workers with local steps: their batches); none: all of
+    train.num_steps. Its own setting, so that a shorter run keeps its rates."""
     lr_final_fraction: float = 0.1
     """Rate at the end as a fraction of the peak."""
     lr_decay_fraction: float = 0.2

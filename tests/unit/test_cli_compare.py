@@ -96,6 +96,26 @@ def test_a_config_of_ones_own_is_judged(tmp_path, capsys):
     assert table["verdict"][0] in capsys.readouterr().out
 
 
+def test_rows_that_were_lost_cost_no_table(grid, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run("compare", grid, "--run-dir", out, "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    first, second, *_ = sorted((out / "cells").glob("*/metrics.jsonl"))
+    first.unlink()
+    second.write_text("".join(second.read_text().splitlines(keepends=True)[:3]))
+    assert run("compare", grid, "--run-dir", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == table["cells"]
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", "3"])
+def test_a_damaged_summary_is_named(grid, tmp_path, capsys, text):
+    cell = tmp_path / "out" / "cells" / "adamw--none--delay-0--lr-0.01--seed-0"
+    cell.mkdir(parents=True)
+    (cell / "summary.json").write_text(text)
+    assert run("compare", grid, "--run-dir", tmp_path / "out") == 2
+    assert f"{cell} holds a summary or failure file that cannot be read" in capsys.readouterr().err
+
+
 def test_a_crashed_cell_is_reported_and_the_exit_code_tells(grid, tmp_path, capsys):
     out = tmp_path / "out"
     (out / "cells" / "muon--none--delay-1--lr-0.02--seed-1").mkdir(parents=True)

@@ -99,9 +99,10 @@ class ArmResult:
 
     @property
     def mean_losses(self) -> np.ndarray:
-        """Training loss of each step, the mean of the seeds that finished; shape (num_steps,)."""
+        """Training loss of each step, the mean of the seeds that finished with no row lost; shape (num_steps,)."""
         curves = [each.losses for each in self.cells if each.kind == "finished"]
-        return np.mean(curves, axis=0) if curves else np.zeros(0)
+        whole = max(map(len, curves), default=0)
+        return np.mean([curve for curve in curves if len(curve) == whole], axis=0) if curves else np.zeros(0)
 
     @property
     def tokens_per_step(self) -> int:

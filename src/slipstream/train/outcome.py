@@ -44,7 +44,8 @@ def write_failure(run_dir: Path, outcome: Outcome) -> None:
 
 def clear_failure(run_dir: Path) -> None:
     """Forget an earlier failure: the run is about to be tried again."""
-    (run_dir / FAILURE).unlink(missing_ok=True)
+    with writing(run_dir / FAILURE, then=AGAIN):
+        (run_dir / FAILURE).unlink(missing_ok=True)
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
@@ -63,7 +64,7 @@ def read_outcome(run_dir: Path) -> Outcome | None:
         if failure.exists():
             word = json.loads(failure.read_text(encoding="utf-8"))
             return Outcome(kind=word["kind"], message=word["message"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"the run directory {run_dir} holds a summary or failure file that cannot be read ({error}). Remove it."
         ) from error
