@@ -31,8 +31,6 @@ class Engine(abc.ABC):
     Args:
         config: Resolved settings.
         device: Where the server's weights live.
-        num_versions: Buffers of published weights. One, where nobody computes on it while it is written; two, where
-            workers read one version while the next is written.
         identity: Digest that workers must bring.
 
     Attributes:
@@ -40,14 +38,14 @@ class Engine(abc.ABC):
         emulation: How long cycles take by the workers' nominal speeds.
     """
 
-    def __init__(self, config: Config, *, device: torch.device, num_versions: int = 1, identity: str = "") -> None:
+    def __init__(self, config: Config, *, device: torch.device, identity: str = "") -> None:
         self.config = config
         self.device = device
         of_server = server_config(config)
         self._peak_lr = of_server.optim.lr
         settings = config.dataparallel
         cuts = stages(config.model, settings.num_stages, sequence_length=config.data.sequence_length)
-        parts = [StageParts(of_server, cut, num_versions=num_versions, device=device) for cut in cuts]
+        parts = [StageParts(of_server, cut, num_versions=1, device=device) for cut in cuts]
         self.server = Server(config, parts, identity=identity)
         emulation = Emulation.of(settings)
         self.emulation = replace(emulation, microbatch_s=emulation.microbatch_s or VIRTUAL_MICROBATCH_S)

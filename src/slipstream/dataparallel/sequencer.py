@@ -1,6 +1,6 @@
 """The protocol of asynchronous data parallelism, without tensors: who may push and pull what, and when. No torch.
 
-One call a cycle::
+One exchange a cycle::
 
     worker                       server
       | --- push of lease 7 ------> |   seen before? another life? another epoch? lease still open?
@@ -203,11 +203,6 @@ class Sequencer:
         if order is not None and (order.worker, order.incarnation) == (worker, incarnation):
             self.in_flight.settle(lease_id)
             self.ledger.give_back(lease_id)
-
-    def exchange(self, push: Push, *, now_s: float) -> tuple[Verdict, Reply]:
-        """Push and pull in one call, where there are no tensors in between."""
-        verdict = self.push(push)
-        return verdict, self.pull(push.worker, push.incarnation, now_s=now_s)
 
     def admit(self, *, now_s: float) -> Iterator[Order]:
         """Yield the orders of parked requests that need not wait any more, first come, first served."""

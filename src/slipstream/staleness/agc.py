@@ -41,7 +41,6 @@ class Agc:
         group_of: Gives the group of a parameter; ``None``: each is a group of its own.
         lr: Bounds the curvature by what a rate allows; ``None``: no bound.
         decay: Of every average.
-        shrinkage: Of ``secant_diag``.
         concurrent_pairs: Take pairs from the gradients that are corrected; otherwise from :meth:`probe` alone.
         guards: See :class:`Guards`.
 
@@ -67,12 +66,11 @@ class Agc:
         group_of: GroupOf | None = None,
         lr: Rate | None = None,
         decay: float = 0.99,
-        shrinkage: float = 1.0,
         concurrent_pairs: bool = True,
         guards: Guards | None = None,
     ) -> None:
         self.group_of: GroupOf = group_of or (lambda name: name)
-        self.curvature = Curvature(curvature, decay=decay, shrinkage=shrinkage, keeps_mean_square=lr is not None)
+        self.curvature = Curvature(curvature, decay=decay, keeps_mean_square=lr is not None)
         self.guards = guards or Guards()
         self._lr = lr
         self._decay = decay

@@ -445,14 +445,6 @@ def test_a_restored_server_goes_on_alike_and_after_a_resync_refuses_what_was_in_
     assert copy.ledger.balance().returned == max(lost - 30 * TOKENS, 0)
 
 
-def test_an_exchange_is_a_push_and_a_pull():
-    protocol, order = one_worker()
-    verdict, reply = protocol.exchange(push_of(order, 1), now_s=1.0)
-    assert verdict.makes_step
-    assert (reply.action, reply.order.version) == ("work", 1)
-    assert dataclasses.replace(reply.order.lease, deadline_s=0).ranges == ((4, 8),)
-
-
 def test_an_order_whose_weights_are_gone_is_taken_back():
     protocol, order = one_worker()
     protocol.decline(7, 2, order.lease.id)
