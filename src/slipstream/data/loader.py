@@ -162,8 +162,9 @@ class Loader:
         return inputs, targets
 
     def batch(self, index: int) -> Batch:
-        """Return batch number ``index``, counted from sequence 0 with this loader's batch size."""
-        inputs, targets = self.sequences(index * self.batch_size, self.batch_size)
+        """Return batch number ``index``, counted from the cursor with this loader's batch size."""
+        first = self._cursor + (index - self._batch_index) * self.batch_size
+        inputs, targets = self.sequences(first, self.batch_size)
         return Batch(index=index, inputs=inputs, targets=targets)
 
     def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:

@@ -128,7 +128,9 @@ class CheckpointWriter:
         return weights
 
 
-def run_manifest(config: Config, *, step: int, tokenizer: str, data_sha256: str) -> dict[str, Any]:
+def run_manifest(
+    config: Config, *, step: int, tokenizer: str, data_sha256: str, resumed: "Checkpoint | None" = None
+) -> dict[str, Any]:
     """Return what a run adds to the manifest of a checkpoint.
 
     Args:
@@ -136,13 +138,15 @@ def run_manifest(config: Config, *, step: int, tokenizer: str, data_sha256: str)
         step: Updates made.
         tokenizer: Its fingerprint.
         data_sha256: Identifies the data.
+        resumed: What the run was resumed from, maybe with batches of another size.
     """
+    step_before, used = (resumed.step, int(resumed.manifest["next_sequence"])) if resumed is not None else (0, 0)
     return {
         "config": to_dict(config),
         "config_hash": config_hash(config),
         "tokenizer": tokenizer,
         "data_sha256": data_sha256,
-        "next_sequence": step * config.batch_size,
+        "next_sequence": used + (step - step_before) * config.batch_size * config.local_steps,
         "versions": {"torch": torch.__version__},
     }
 

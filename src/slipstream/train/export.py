@@ -152,7 +152,7 @@ def _readme(model: TrainedModel, weights: Point) -> str:
         "architecture": family_of(model.cfg).architecture,
         "parameters": num_parameters(model.cfg),
         "steps": checkpoint.step,
-        "tokens seen": checkpoint.step * config.batch_tokens * config.local_steps,
+        "tokens seen": checkpoint.manifest["next_sequence"] * config.data.sequence_length,
         "context": f"{model.context_length} tokens",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size} tokens",
         "weights": which,

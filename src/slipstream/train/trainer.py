@@ -152,6 +152,7 @@ class Trainer:
         self._step_times: collections.deque[float] = collections.deque(maxlen=50)
         self._skipped_in_a_row = 0
         self._weights_sha256 = str(resumed.manifest["weights_sha256"]) if resumed else ""
+        self._resumed = resumed
         self._initialised_from = resumed.manifest.get("initialised_from") if resumed else None
         self._best: dict[str, Any] | None = resumed.manifest.get("best") if resumed else None
         if rank == 0:
@@ -308,7 +309,9 @@ class Trainer:
             self._metrics.sync()
             self._evaluations.sync()
         tokenizer = self._tokenizer.fingerprint() if self._tokenizer is not None else ""
-        manifest = run_manifest(self._config, step=step, tokenizer=tokenizer, data_sha256=self._data_sha256)
+        manifest = run_manifest(
+            self._config, step=step, tokenizer=tokenizer, data_sha256=self._data_sha256, resumed=self._resumed
+        )
         if self._initialised_from is not None:
             manifest["initialised_from"] = self._initialised_from
         if self._config.checkpoint.keep_best and self._best is not None:

@@ -55,8 +55,8 @@ def training_loader(config: Config, dataset: Dataset, checkpoint: Checkpoint | N
     Args:
         config: Resolved settings.
         dataset: Opened data.
-        checkpoint: Where reading goes on. Only a stream needs to know; other data than it was saved with is read from
-            its beginning.
+        checkpoint: Where reading goes on, whatever the batch size was until then. Another stream than it was saved with
+            is read from its beginning.
 
     Raises:
         DataError: The split has less than one batch; the checkpoint does not say where to go on.
@@ -77,6 +77,8 @@ def training_loader(config: Config, dataset: Dataset, checkpoint: Checkpoint | N
         sequence_length=config.data.sequence_length,
         batch_size=config.batch_size,
         seed=config.data.seed,
+        cursor=0 if checkpoint is None else int(checkpoint.manifest["next_sequence"]),
+        batch_index=0 if checkpoint is None else checkpoint.step,
     )
 
 

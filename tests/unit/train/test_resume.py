@@ -7,9 +7,12 @@ import pytest
 
 from slipstream.config import from_dict
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.train.export import export_hub
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
+from slipstream.train.rundir import RunDir
+from slipstream.train.trained import newest_checkpoint
 
 
 def settings(run_dir: Path, *, num_steps: int, **changes):
@@ -179,6 +182,22 @@ def test_what_alters_the_trajectory_must_be_allowed_by_name(tmp_path):
         train(tmp_path, num_steps=4, resume=True, optim={"lr": 0.02})
     train(tmp_path, num_steps=4, resume=True, optim={"lr": 0.02}, allow_change=("optim.lr",))
     assert read_json_lines(tmp_path / "metrics.jsonl")[-1]["lr"] > 0.01
+
+
+def test_a_batch_of_another_size_goes_on_where_the_last_one_ended(tmp_path):
+    """Four batches of 4 sequences, two of 8, four of 4: each sequence is read once, so a rate of 0 shows all losses."""
+    still = {"optim": {"lr": 0.0, "weight_decay": 0.0}, "model": {"dropout": 0.0}, "staleness": {"delay": 1}}
+    allowed = ("train.microbatch_size",)
+    train(tmp_path / "one", num_steps=12, **still)
+    train(tmp_path / "two", num_steps=4, **still)
+    train(tmp_path / "two", num_steps=6, resume=True, allow_change=allowed, train={"microbatch_size": 4}, **still)
+    train(tmp_path / "two", num_steps=10, resume=True, allow_change=allowed, **still)
+    one, two = ([row[1] for row in trajectory(tmp_path / run)] for run in ("one", "two"))
+    pairs = [(one[4] + one[5]) / 2, (one[6] + one[7]) / 2]
+    assert two == pytest.approx([*one[:4], *pairs, *one[8:]], rel=1e-6)
+    assert newest_checkpoint(RunDir(tmp_path / "two")).manifest["next_sequence"] == 48
+    export_hub(tmp_path / "two", tmp_path / "hub")
+    assert f"| tokens seen | {48 * 16} |" in (tmp_path / "hub" / "README.md").read_text()
 
 
 def test_free_settings_may_change(tmp_path):
