@@ -286,7 +286,7 @@ def restore_slots(prefix: str, slots: Slots, state: StateReader, masters: Mappin
     for slot, held in slots.items():
         begin = f"{prefix}/{slot}/"
         names = [name for name in masters if begin + name in state.tensor_names]
-        held |= {name: state.tensor(begin + name).to(masters[name].device) for name in names}
+        held.update({name: state.tensor(begin + name).to(masters[name].device) for name in names})
 
 
 def publish_method(config: Config, optimizers: Mapping[str, torch.optim.Optimizer]) -> PublishMethod:

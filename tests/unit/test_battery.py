@@ -268,7 +268,7 @@ class Run:
             import_state(optimizer, join_tensors(tree, lambda path: tensors[f"optim/{path}"]))
         for place, slots in self.slots().items():
             for slot, held in slots.items():
-                held |= under(tensors, f"slots/{place}/{slot}/")
+                held.update(under(tensors, f"slots/{place}/{slot}/"))
         self.updater.load_state_dict(scalars["updater"])
         if scalars["step_size"]:
             self.step_size.load_state_dict(scalars["step_size"])

@@ -5,7 +5,7 @@ computed on. So where a publish method already looks ahead, a correction compens
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Protocol
 
 import torch
@@ -211,7 +211,7 @@ def _is_stale(gradient: Gradient, name: str, staleness: int) -> bool:
     return gradient.version_of(name) < gradient.read_version + staleness
 
 
-def _running_mean(slot: dict[str, Tensor], name: str, value: Tensor, *, decay: float) -> Tensor:
+def _running_mean(slot: MutableMapping[str, Tensor], name: str, value: Tensor, *, decay: float) -> Tensor:
     """Update a running mean, which begins at its first value, and return it."""
     slot[name] = torch.lerp(value, slot[name], decay) if name in slot else value.clone()
     return slot[name]

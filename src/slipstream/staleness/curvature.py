@@ -10,7 +10,7 @@ with s = 1 for a secant, the mean square of the raw gradient for ``fisher`` and 
 ratio of two averages: an average of ratios would be ruled by the pairs that hardly moved.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Literal
 
 import torch
@@ -44,7 +44,7 @@ class Curvature:
         self._shrinkage = shrinkage
         self._sums = Statistics(("fit_dot", "fit_square"))
         self.slots = dict(self._sums.slots)
-        self._mean_square: dict[str, Tensor] | None = None
+        self._mean_square: MutableMapping[str, Tensor] | None = None
         if keeps_mean_square or kind in ("fisher", "fisher_root"):
             self._mean_square = self.slots.setdefault("mean_square", {})
         self._dots: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ parameters alone, and a group has the same figures on any number of stages, as l
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.config import AgcConfig
 from slipstream.errors import ConfigError
 
-Slots = dict[str, dict[str, Tensor]]
+Slots = dict[str, MutableMapping[str, Tensor]]
 """State of a correction: by slot, then by parameter name."""
 
 GroupOf = Callable[[str], str]
@@ -73,28 +73,53 @@ def check_cuts(config: AgcConfig, first_blocks: Iterable[int]) -> None:
             )
 
 
+class _AsTensors(MutableMapping[str, Tensor]):
+    """Numbers as a checkpoint takes and gives them: float64 tensors without dimensions."""
+
+    def __init__(self, numbers: dict[str, float]) -> None:
+        self._numbers = numbers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.tensor(self._numbers[name], dtype=torch.float64)
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._numbers[name] = float(value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._numbers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
 class Statistics:
-    """Numbers by key and parameter, in slots of 0-dimensional tensors so that a checkpoint holds them.
+    """Numbers by key and parameter.
 
     Args:
         keys: Names of the slots, which are made empty. A number that was never set is 0.
+
+    Attributes:
+        slots: The numbers for a checkpoint. They themselves are Python's: a tensor each takes ten times as long.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self.slots: Slots = {key: {} for key in keys}
+        self._numbers: dict[str, dict[str, float]] = {key: {} for key in keys}
+        self.slots: Slots = {key: _AsTensors(numbers) for key, numbers in self._numbers.items()}
 
     def get(self, key: str, name: str) -> float:
         """Return a number."""
-        held = self.slots[key].get(name)
-        return 0.0 if held is None else held.item()
+        return self._numbers[key].get(name, 0.0)
 
     def has(self, key: str, name: str) -> bool:
         """Return whether a number was ever set."""
-        return name in self.slots[key]
+        return name in self._numbers[key]
 
     def set(self, key: str, name: str, value: float) -> None:
-        """Keep a number, in float64: whole ones are exact."""
-        self.slots[key][name] = torch.tensor(value, dtype=torch.float64)
+        """Keep a number."""
+        self._numbers[key][name] = float(value)
 
     def average(self, key: str, name: str, value: float, *, decay: float) -> None:
         """Mix a number into an exponential average that begins at 0; in a ratio of two the beginning cancels."""
@@ -119,4 +144,4 @@ def members(names: Iterable[str], group_of: GroupOf) -> dict[str, list[str]]:
 
 def to_floats(tensors: Sequence[Tensor]) -> list[float]:
     """Return the values of scalars that may live on a device, waiting for it once."""
-    return torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else []
+    return torch.stack(list(tensors)).double().tolist() if tensors else []
