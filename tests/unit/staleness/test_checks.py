@@ -70,6 +70,14 @@ def test_what_makes_no_sense_is_refused(staleness, said):
         checked(1, **staleness)
 
 
+def test_workers_have_no_one_delay_to_foretell():
+    config = from_dict({"executor": "dataparallel", "staleness": {"error_feedback": "auto"}})
+    with pytest.raises(
+        ConfigError, match=r"error_feedback is 'auto' and the executor 'dataparallel', .* Give a number"
+    ):
+        check_staleness(config, delay=0)
+
+
 def test_other_weights_in_the_backward_need_the_activations_of_the_forward():
     config = from_dict({"model": {"activation_checkpointing": True}, "staleness": {"backward_weights": "newest"}})
     with pytest.raises(ConfigError, match=r"'newest' and model\.activation_checkpointing is on"):

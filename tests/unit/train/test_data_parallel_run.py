@@ -183,7 +183,6 @@ def test_synchronous_workers_wait_for_the_slowest(tmp_path):
         ({"dataparallel": {"mode": "sync", "max_staleness": 2}}, r"max_staleness is 2, but with mode 'sync'"),
         ({"staleness": {"delay": 1}}, r"staleness.delay is 1, but with the executor 'dataparallel'"),
         ({"staleness": {"sync_until_step": 3}}, r"sync_until_step is 3, but with the executor 'dataparallel'"),
-        ({"staleness": {"error_feedback": "auto"}}, r"error_feedback is 'auto'"),
         ({"staleness": {"prediction": "xpipe"}}, r"without staleness.prediction_steps"),
     ],
 )
