@@ -17,6 +17,7 @@ from tests.distributed.worker_mains import ODD, VOCAB_SIZE, microbatch
 
 from slipstream.config import Config, config_hash, from_dict, resolve
 from slipstream.dataparallel import cycles
+from slipstream.dataparallel.crew import ProcessCrew
 from slipstream.dataparallel.engine import build_engine
 from slipstream.dataparallel.process_engine import MAX_DEATHS, ProcessEngine
 from slipstream.dataparallel.process_synchronous import SynchronousProcessEngine
@@ -163,6 +164,7 @@ def test_a_worker_is_killed():
         step = engine.step
         run_until(engine, lambda: engine.step >= step + 5)
         assert engine.server.sequencer.num_live == NUM_WORKERS - 1, "it needs a second to come back"
+        assert engine._live_tokens_per_s == engine.own_tokens_per_s([0, 2])
         run_until(engine, lambda: committed(engine) > before + 5)
         figures = engine.figures()
         assert figures["restarts"] == 1
@@ -308,6 +310,16 @@ def test_a_worker_with_other_settings_is_turned_away():
         assert config_hash(other) in str(caught.value)
 
 
+def test_a_word_costs_no_walk_along_all_workers(monkeypatch):
+    def walk(crew):
+        raise AssertionError("with thousands of workers this takes longer than what they say")
+
+    with running(settings(dataparallel={"max_staleness": 4})) as engine:
+        engine.run_step()
+        monkeypatch.setattr(ProcessCrew, "seats", property(walk))
+        run_until(engine, lambda: engine.step >= 8)
+
+
 # --- snapshots, evaluations, time ----------------------------------------------------------------------------------
 
 
@@ -391,6 +403,7 @@ def test_own_speed_is_measured_alone_where_none_is_given():
         engine.run_step()
         speeds = [engine.own_tokens_per_s([worker]) for worker in range(NUM_WORKERS)]
         assert min(speeds) > 0
+        assert engine._live_tokens_per_s == pytest.approx(sum(speeds))
         assert engine.own_tokens_per_s([7]) == pytest.approx(NUM_WORKERS / sum(1 / speed for speed in speeds))
 
 

@@ -6,9 +6,10 @@ import collections
 import contextlib
 import dataclasses
 import multiprocessing
+import selectors
 import time
 from collections.abc import Hashable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 import torch
@@ -203,6 +204,7 @@ class ProcessCrew(Crew):
         self._main = main
         self._ready: collections.deque[Connection] = collections.deque()
         self._seats: dict[Connection, ProcessSeat] = {}
+        self._selector = selectors.DefaultSelector()
         # torch takes seconds to import: one process does it, the workers are forked from that one.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([process_main.__module__, main.__module__])
@@ -242,6 +244,7 @@ class ProcessCrew(Crew):
 
     def _listen_to(self, pipe: Connection, seat: ProcessSeat) -> None:
         self._seats[pipe] = seat
+        self._selector.register(pipe, selectors.EVENT_READ, data=pipe)
         self._awaited.expect(seat, by=pipe)
 
     def _run(self, place: Workplace, *, name: str) -> ForkServerProcess:
@@ -258,8 +261,8 @@ class ProcessCrew(Crew):
         """Wait for the next word of anybody, or for the end of a process."""
         if not self.has_more:
             # All that are ready have their turn before anybody has another: none can starve the rest.
-            ready = wait(list(self._seats), self._awaited.rest_s(timeout_s))
-            self._ready.extend(pipe for pipe in ready if isinstance(pipe, Connection))
+            ready = self._selector.select(self._awaited.rest_s(timeout_s))
+            self._ready.extend(key.data for key, _ in ready)
             if not ready:
                 self._lose_late()
         while self._ready:
@@ -309,6 +312,7 @@ class ProcessCrew(Crew):
         seat.process.join(LEAVE_S)
 
     def _hang_up(self, pipe: Connection) -> None:
-        self._seats.pop(pipe, None)
+        if self._seats.pop(pipe, None) is not None:
+            self._selector.unregister(pipe)
         self._awaited.forget(pipe)
         pipe.close()

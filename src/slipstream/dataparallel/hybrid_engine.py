@@ -110,7 +110,7 @@ class HybridEngine(ProcessEngine):
         if isinstance(report, Hello):
             self._join(seat, dataclasses.replace(report, pace_s=slowest))
         else:
-            self._own_s[seat.worker] = slowest
+            self._time(seat.worker, slowest)
 
     def _may_make_step(self, heard: Heard) -> bool:
         report, seat = heard.report, heard.seat

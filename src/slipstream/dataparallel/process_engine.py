@@ -73,6 +73,8 @@ class ProcessEngine(Engine):
         self._capacity_tokens = 0.0
         self._tokens_before = 0
         self._own_s: dict[int, float] = {}
+        self._seats: dict[int, Seat] = {}
+        self._live_tokens_per_s = 0.0
         self._deaths: collections.Counter[int] = collections.Counter()
         self._trace = ""
         self._held: Heard | None = None
@@ -90,7 +92,8 @@ class ProcessEngine(Engine):
             workers: Their numbers.
         """
         for worker in workers:
-            self._crew.start(worker)
+            self._seats[worker] = self._crew.start(worker)
+        self._add_up_speeds()
 
     @property
     def _calibration_microbatches(self) -> int:
@@ -174,8 +177,11 @@ class ProcessEngine(Engine):
 
     def _pass_time(self) -> None:
         seen_s, self._seen_s = self._seen_s, self.now_s
-        live = [seat.worker for seat in self._crew.seats if seat.incarnation]
-        self._capacity_tokens += (self._seen_s - seen_s) * self.own_tokens_per_s(live)
+        self._capacity_tokens += (self._seen_s - seen_s) * self._live_tokens_per_s
+
+    def _add_up_speeds(self) -> None:
+        """Of those that have joined; whenever one comes, goes or was timed, and not at every word of thousands."""
+        self._live_tokens_per_s = self.own_tokens_per_s(seat.worker for seat in self._crew.seats if seat.incarnation)
 
     def _handle(self, heard: Heard) -> StepRecord | None:
         seat, report = heard.seat, heard.report
@@ -187,7 +193,7 @@ class ProcessEngine(Engine):
             case Hello():
                 self._join(seat, report)
             case Calibrated():
-                self._own_s[seat.worker] = report.microbatch_s
+                self._time(seat.worker, report.microbatch_s)
             case Overtaken():
                 seat.order = None
                 self.server.sequencer.decline(seat.worker, seat.incarnation, report.lease_id)
@@ -195,6 +201,10 @@ class ProcessEngine(Engine):
             case Result():
                 return self._judge(seat, report)
         return None
+
+    def _time(self, worker: int, microbatch_s: float) -> None:
+        self._own_s[worker] = microbatch_s
+        self._add_up_speeds()
 
     def _judge(self, seat: Seat, result: Result) -> StepRecord | None:
         """Hand a gradient to the server, and give its worker new work.
@@ -247,9 +257,7 @@ class ProcessEngine(Engine):
 
     def _admit(self) -> None:
         for order in self.server.admit(now_s=self.now_s):
-            for seat in self._crew.seats:
-                if seat.worker == order.worker:
-                    self._send(seat, order)
+            self._send(self._seats[order.worker], order)
 
     def _send(self, seat: Seat, order: Order) -> None:
         seat.order = order
@@ -259,6 +267,7 @@ class ProcessEngine(Engine):
         member = self.server.sequencer.members.get(seat.worker)
         seat.incarnation = member.incarnation + 1 if member else 1
         self.server.join(seat.worker, seat.incarnation, identity=hello.identity, pace_s=hello.pace_s)
+        self._add_up_speeds()
         if self._has_begun:
             self._ask(seat)
 
@@ -276,6 +285,7 @@ class ProcessEngine(Engine):
                 self.start_workers([worker])
             else:
                 self._on_given_up(worker)
+        self._add_up_speeds()
         if not self._crew.seats:
             raise StageError(self._nobody_left())
         self._admit()
