@@ -29,19 +29,15 @@ class Curvature:
             the group's number. ``fisher``, ``fisher_root``: the shape of the raw gradient's mean square, or of its
             root, with a scale for each group.
         decay: Of every average.
-        shrinkage: Of ``secant_diag``: weight of the group's number, in units of the group's mean squared displacement.
         keeps_mean_square: Keep the raw gradient's mean square though the kind does not need it (the bound does).
 
     Cost:
         ``secant_diag``: two tensors a parameter. Mean square: one.
     """
 
-    def __init__(
-        self, kind: CurvatureKind, *, decay: float = 0.99, shrinkage: float = 1.0, keeps_mean_square: bool = True
-    ) -> None:
+    def __init__(self, kind: CurvatureKind, *, decay: float = 0.99, keeps_mean_square: bool = True) -> None:
         self.kind = kind
         self._decay = decay
-        self._shrinkage = shrinkage
         self._sums = Statistics(("fit_dot", "fit_square"))
         self.slots = dict(self._sums.slots)
         self._mean_square: MutableMapping[str, Tensor] | None = None
@@ -101,7 +97,7 @@ class Curvature:
             By name: h, and the fraction of its elements at the upper bound, as a scalar.
         """
         found = {}
-        weight = self._shrinkage_weight(names)
+        weight = self._prior_weight(names)
         for name in names:
             h = scale * self._shape(name, like[name])
             if name in self._squares:
@@ -117,12 +113,13 @@ class Curvature:
             found[name] = (h, bounded)
         return found
 
-    def _shrinkage_weight(self, names: Iterable[str]) -> Tensor | float:
+    def _prior_weight(self, names: Iterable[str]) -> Tensor | float:
+        """Return what the group's number weighs beside an element's own: its mean squared displacement."""
         held = [self._squares[name] for name in names if name in self._squares]
         if not held:
             return 0.0
         total = torch.stack([square.sum() for square in held]).sum()
-        return self._shrinkage * total / sum(square.numel() for square in held)
+        return total / sum(square.numel() for square in held)
 
     def _shape(self, name: str, like: Tensor) -> Tensor:
         """Return s: a tensor, or a 1 for all elements."""
