@@ -33,6 +33,7 @@ class StepReport:
         skipped: The gradient was not finite and the weights stayed.
         idle_s: Seconds that ranks waited for one another since the report before, summed over ranks.
         num_ranks: Ranks that ``idle_s`` is summed over.
+        num_devices: GPUs that computed the batch.
         stop: Every rank ends after this step, because one of them asked for it.
         staleness_mean: Mean over the gradients of the update; ``None``: there was one.
         step_s: Seconds since the update before, by a clock of the executor's own; ``None``: the wall's.
@@ -48,6 +49,7 @@ class StepReport:
     skipped: bool
     idle_s: float = 0.0
     num_ranks: int = 1
+    num_devices: float = 1
     stop: bool = False
     staleness_mean: float | None = None
     step_s: float | None = None

@@ -17,6 +17,7 @@ from slipstream.dataparallel.emulation import Emulation
 from slipstream.dataparallel.local_steps import server_config
 from slipstream.dataparallel.server import Server
 from slipstream.dataparallel.shard import StepRecord
+from slipstream.device import device_of
 from slipstream.executor import BatchSource, Point, Snapshot, StateReader, StepReport
 from slipstream.models.moe import RouterReport
 from slipstream.models.partition import stages
@@ -116,6 +117,7 @@ class Engine(abc.ABC):
             staleness=max(record.stalenesses),
             staleness_mean=record.staleness_mean,
             num_tokens=sum(record.num_tokens),
+            num_devices=num_devices(self.config, self.device),
             skipped=update.skipped,
             stop=stop,
             step_s=step_s,
@@ -125,6 +127,23 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let the workers go; may be called twice."""
+
+
+def num_devices(config: Config, device: torch.device) -> float:
+    """Return how many GPUs the workers of a run share.
+
+    Args:
+        config: Resolved settings.
+        device: Where the first computes.
+    """
+    settings = config.dataparallel
+    match config.engine:
+        case "inline":
+            return 1
+        case "process":
+            return len({device_of(device, index) for index in range(settings.num_workers * settings.num_stages)})
+        case "ray":
+            return settings.num_workers * min(settings.ray_gpus or 1.0, 1.0)
 
 
 def build_engine(config: Config, microbatches: BatchSource, *, device: torch.device) -> Engine:

@@ -215,6 +215,7 @@ class PipelineExecutor:
             skipped=report.skipped,
             idle_s=result.idle_s,
             num_ranks=self._spec.num_ranks,
+            num_devices=self._spec.num_ranks,
             stop=result.stop,
             router=result.router,
         )

@@ -160,14 +160,21 @@ def router_figures(router: Sequence[RouterReport], *, loss: float) -> dict[str, 
 
 
 def model_flops_utilisation(
-    tokens_per_s: float | None, flops_per_token: float | None, device: torch.device
+    tokens_per_s: float | None, flops_per_token: float | None, device: torch.device, *, num_devices: float
 ) -> float | None:
-    """Return the share of the device's peak, or ``None`` where the peak or the rate is not known."""
+    """Return the share of the devices' peak, or ``None`` where the peak or the rate is not known.
+
+    Args:
+        tokens_per_s: Of all devices together.
+        flops_per_token: Of the whole model.
+        device: One of them; the others are taken to be like it.
+        num_devices: How many.
+    """
     if device.type != "cuda" or tokens_per_s is None or flops_per_token is None:
         return None
     name = torch.cuda.get_device_name(device)
     peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if part in name]
-    return tokens_per_s * flops_per_token / peaks[0] if peaks else None
+    return tokens_per_s * flops_per_token / (num_devices * peaks[0]) if peaks else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,41 @@
+"""Figures of a step."""
+
+import pytest
+import torch
+
+from slipstream.config import Config, DataParallelConfig
+from slipstream.dataparallel.engine import num_devices
+from slipstream.train.metrics import PEAK_FLOPS_BF16, model_flops_utilisation
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_share_of_the_peak_is_one_of_all_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    rate = PEAK_FLOPS_BF16["H100"] / 1e9
+    assert model_flops_utilisation(0.5 * rate, 1e9, CUDA, num_devices=1) == pytest.approx(0.5)
+    assert model_flops_utilisation(2 * rate, 1e9, CUDA, num_devices=4) == pytest.approx(0.5)
+    assert model_flops_utilisation(rate, 1e9, torch.device("cpu"), num_devices=1) is None
+    assert model_flops_utilisation(None, 1e9, CUDA, num_devices=1) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    assert model_flops_utilisation(rate, 1e9, CUDA, num_devices=1) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "expected"),
+    [
+        ("inline", {"num_workers": 4}, 1),
+        ("process", {"num_workers": 2}, 2),
+        ("process", {"num_workers": 5}, 3),
+        ("process", {"num_workers": 1, "num_stages": 2}, 2),
+        ("process", {"num_workers": 2, "num_stages": 2}, 3),
+        ("ray", {"num_workers": 8}, 8),
+        ("ray", {"num_workers": 8, "ray_gpus": 0.25}, 2),
+        ("ray", {"num_workers": 2, "ray_gpus": 2.0}, 2),
+        ("ray", {"num_workers": 2, "ray_gpus": 0.0}, 2),
+    ],
+)
+def test_workers_take_turns_over_the_gpus_of_their_machine(monkeypatch, engine, changes, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    config = Config(engine=engine, dataparallel=DataParallelConfig(**changes))
+    assert num_devices(config, CUDA) == expected
