@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.assembly import llama_parts
 from slipstream.config import Config
 from slipstream.pipeline.actions import Action
 from slipstream.pipeline.schedules import ScheduleSpec
@@ -22,7 +21,7 @@ class Flow:
         programs: The stages of this rank, by number.
         transport: Connected to the other ranks.
         spec: The schedule.
-        shape: Of a message; ``None``: that of the decoder which the settings describe.
+        shape: Of a message.
 
     Attributes:
         channels: By purpose.
@@ -37,13 +36,13 @@ class Flow:
         transport: Transport,
         spec: ScheduleSpec,
         *,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int],
     ) -> None:
         self._config = config
         self._programs = programs
         self._transport = transport
         self._spec = spec
-        self._shape = tuple(shape or llama_parts(config).message_shape)
+        self._shape = tuple(shape)
         self.channels = {name: self.channel(name) for name in ("forward", "backward", "forward_wrap", "backward_wrap")}
         self.received: dict[tuple[str, int, int], Tensor] = {}
         self.produced: dict[tuple[str, int, int], Tensor] = {}
