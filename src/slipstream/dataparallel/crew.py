@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import multiprocessing
 import selectors
-import time
-from collections.abc import Hashable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 import torch
 
 from slipstream.config import Config
+from slipstream.dataparallel.awaited import Awaited
 from slipstream.dataparallel.messages import Order
 from slipstream.dataparallel.shared import Layout
 from slipstream.dataparallel.transport import PushReader, WeightsFetched
@@ -79,44 +78,6 @@ class Heard:
     report: Report | None
 
 
-class Awaited:
-    """Who has to say something that no lease's deadline watches over: that it is ready, or how fast it is.
-
-    Args:
-        timeout_s: How long each may take.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._due: dict[Hashable, tuple[float, Seat]] = {}  # the first is due first
-
-    def expect(self, seat: Seat, *, by: Hashable) -> None:
-        """Wait from now on.
-
-        Args:
-            seat: For whom.
-            by: What the word comes by; a seat may have several.
-        """
-        self.forget(by)
-        self._due[by] = time.monotonic() + self.timeout_s, seat
-
-    def forget(self, by: Hashable) -> None:
-        """The word is here, or will not come."""
-        self._due.pop(by, None)
-
-    def rest_s(self, timeout_s: float | None) -> float | None:
-        """Return for how long to listen: so long, but not beyond the moment when the first is due."""
-        for due_s, _ in self._due.values():
-            rest_s = max(0.0, due_s - time.monotonic())
-            return rest_s if timeout_s is None else min(rest_s, timeout_s)
-        return timeout_s
-
-    def late(self) -> list[Seat]:
-        """Return those whose time is over."""
-        now_s = time.monotonic()
-        return list(dict.fromkeys(seat for due_s, seat in self._due.values() if due_s <= now_s))
-
-
 class Crew(abc.ABC):
     """Workers somewhere, without the protocol.
 
@@ -126,7 +87,7 @@ class Crew(abc.ABC):
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._awaited = Awaited(config.pipeline.timeout_s)
+        self._awaited: Awaited[Seat] = Awaited(config.pipeline.timeout_s)
         self._words: collections.deque[Heard] = collections.deque()
 
     @property
