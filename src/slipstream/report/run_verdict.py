@@ -5,11 +5,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from slipstream.report.figures import Curve
 from slipstream.report.run_charts import spike_steps
 from slipstream.report.runs import Row, Run, counted, units_of
 from slipstream.report.statistics import smoothed_run
 from slipstream.report.worker_charts import worker_sentence
 from slipstream.train.metrics import Totals, duration, quantity
+
+SAME_TOKENS = 0.01
+"""Share by which tokens may differ and still be called equal: steps of workers are not all of the same tokens."""
 
 NEAR = 1e-3
 """Nats; validation losses closer than this are called equal."""
@@ -79,20 +83,46 @@ def _loss(runs: Sequence[Run]) -> Iterator[str]:
     if not _is_same_data(runs):
         yield "The runs read different data, so their losses cannot be compared."
         return
-    known = sorted((loss, run.name) for run in runs if (loss := final_loss(run)) is not None)
-    if len(known) < 2:
+    evaluated = [run for run in runs if len(_after_training(run)[0])]
+    if len(evaluated) < 2:
+        return
+    known, tokens = _at_equal_tokens(evaluated)
+    if not known:
+        yield "The runs were never evaluated after equal tokens, so their validation losses are not compared."
         return
     lowest, name = known[0]
     others = "; ".join(
         f"{other} is {'as good' if loss - lowest < NEAR else f'{loss - lowest:.3f} above it'}"
         for loss, other in known[1:]
     )
-    yield f"{name} has the lowest validation loss, {lowest:.3f} nats per token: {others}."
+    after = "" if tokens is None else f"After {quantity(tokens)} {units_of(runs)}, as far as all are, "
+    yield f"{after}{name} has the lowest validation loss, {lowest:.3f} nats per token: {others}."
     yield (
         "One run of each: a difference may be chance. slipstream compare trains paired seeds and gives intervals."
         if len({run.config.model.seed for run in runs}) == 1
         else "The runs differ in their seed, so a difference may be chance. slipstream compare gives intervals."
     )
+
+
+def _at_equal_tokens(runs: Sequence[Run]) -> tuple[list[tuple[float, str]], float | None]:
+    """Return the newest validation losses that are of equal tokens, the lowest first, and those tokens.
+
+    Returns:
+        No losses where there are no equal tokens; tokens ``None`` where all losses are the newest there are.
+    """
+    curves = [_after_training(run) for run in runs]
+    fewest = min(float(tokens[-1]) for tokens, _ in curves)
+    places = [int(np.argmin(np.abs(tokens - fewest))) for tokens, _ in curves]
+    if any(abs(tokens[at] - fewest) > SAME_TOKENS * fewest for (tokens, _), at in zip(curves, places)):
+        return [], None
+    known = sorted((float(losses[at]), run.name) for run, (_, losses), at in zip(runs, curves, places))
+    is_newest = all(at == len(tokens) - 1 for (tokens, _), at in zip(curves, places))
+    return known, None if is_newest else fewest
+
+
+def _after_training(run: Run) -> Curve:
+    tokens, losses = run.validation(run.tokens)
+    return tokens[tokens > 0], losses[tokens > 0]
 
 
 def _is_same_data(runs: Sequence[Run]) -> bool:

@@ -270,3 +270,20 @@ def test_bad_input_is_refused_and_nothing_is_lost(folder, tmp_path):
         write_run_report([])
     with pytest.raises(ConfigError, match="17 runs are too many"):
         write_run_report([f"run-{number}" for number in range(17)])
+
+
+def test_runs_under_way_are_compared_where_all_of_them_are(tmp_path):
+    """The one that is ahead has the lower loss only because it is ahead."""
+    ahead = write_run(tmp_path / "ahead", num_steps=400, end_loss=1.6)
+    behind = write_run(tmp_path / "behind", num_steps=400, end_loss=1.5, finished=False)
+    loss, *_ = sentences(ahead, behind)
+    assert loss.startswith("After 204.8k tokens, as far as all are, behind has the lowest validation loss, ")
+    assert loss.endswith("nats per token: ahead is 0.100 above it.")
+
+
+def test_losses_after_other_tokens_are_not_compared(tmp_path):
+    often = write_run(tmp_path / "often", num_steps=100, evaluate_every=10)
+    once = write_run(tmp_path / "once", num_steps=100, evaluate_every=75)
+    found = sentences(often, once)
+    assert found[0].startswith("The runs were never evaluated after equal tokens")
+    assert not [each for each in found if "lowest validation" in each]
