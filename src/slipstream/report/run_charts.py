@@ -123,7 +123,7 @@ def _speed_section(runs: Sequence[Run]) -> Section:
         )
     charts += _step_chart(runs, "Idle time", "bubble_fraction", up="share of ranks' time", unless=0.0)
     charts += _step_chart(runs, "Time waiting for data", "data_fraction", up="share of the step", unless=0.02)
-    charts += _step_chart(runs, "Share of the device's peak", "mfu", up="share", unless=0.0)
+    charts += _step_chart(runs, "Share of the GPUs' peak", "mfu", up="share", unless=0.0)
     return Section(
         title="Speed",
         text="Of each step; beside a name the median over all.",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config, flattened, to_dict, to_toml
+from slipstream.config import Config, StalenessConfig, flattened, to_dict, to_toml
 from slipstream.errors import ConfigError
 from slipstream.models.shapes import num_parameters
 from slipstream.report.figures import DataTable
@@ -105,8 +105,23 @@ def _kind(config: Config) -> str:
     elif config.executor == "dataparallel":
         where = f"{config.dataparallel.num_workers} workers, {config.dataparallel.mode}, engine {config.engine}"
     else:
-        where = f"one process, delay {staleness.delay or 0}"
+        where = f"one process, {_delay(staleness)}"
     return f"{where}, {optimizer}{remedy}"
+
+
+def _delay(staleness: StalenessConfig) -> str:
+    """Return what is delayed in one process; settings that say so by themselves leave the number at 0."""
+    if staleness.delay_stages:
+        text = f"delay by stage, {staleness.delay_stages - 1} to 0"
+    elif staleness.delay_weights:
+        text = "drawn delay"
+    elif staleness.delay_replay:
+        text = "replayed delay"
+    elif not staleness.delay:
+        return "delay 0"
+    else:
+        text = f"delay {staleness.delay}"
+    return f"{text} of some parameters" if staleness.delay_roles or staleness.delay_blocks else text
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -127,7 +142,8 @@ def _card(run: Run, css: str) -> str:
     value, kind = (float(run.figures("loss")[-1]), "training") if loss is None else (loss, "validation")
     lines = [
         f"{total.tokens_per_s:,.0f} {run.units} a second",
-        f"{total.bubble_fraction:.1%} idle, staleness {total.staleness_mean:.2f} / {total.staleness_max}",
+        f"{f'{total.bubble_fraction:.1%} idle, ' if run.tells_idle else ''}staleness {total.staleness_mean:.2f} / "
+        f"{total.staleness_max}",
         f"{duration(float(run.seconds[-1]))}, {quantity(float(run.tokens[-1]))} {run.units}",
     ]
     return card(
@@ -186,7 +202,7 @@ def _figures_table(runs: Sequence[Run]) -> DataTable:
                 _text(figures["val_bits_per_byte"]),
                 _text(figures["train_loss"]),
                 f"{figures['tokens_per_s']:,.0f}",
-                f"{figures['bubble_fraction']:.1%}",
+                f"{figures['bubble_fraction']:.1%}" if run.tells_idle else "",
                 f"{figures['staleness_mean']:.2f} / {figures['staleness_max']}",
                 str(figures["num_skipped"]),
                 quantity(figures["peak_memory_bytes"]) + "B",

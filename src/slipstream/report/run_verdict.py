@@ -1,16 +1,21 @@
 """What a report of runs says in sentences, with numbers."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from slipstream.report.figures import Curve
 from slipstream.report.run_charts import spike_steps
-from slipstream.report.runs import Row, Run, counted, units_of
-from slipstream.report.statistics import smoothed_run
+from slipstream.report.runs import Row, Run, counted, loss_units_of, units_of
+from slipstream.report.statistics import SMOOTHING, smoothed
 from slipstream.report.worker_charts import worker_sentence
 from slipstream.train.metrics import Totals, duration, quantity
+
+SAME_TIME = 0.01
+"""Share by which times may differ and still be called equal."""
 
 SAME_TOKENS = 0.01
 """Share by which tokens may differ and still be called equal: steps of workers are not all of the same tokens."""
@@ -57,15 +62,19 @@ def _one(run: Run) -> Iterator[str]:
             f"Validation loss {before}to {last['val_loss']:.3f} {_unit(last)} in {last['step']} steps, {tokens} "
             f"{run.units}, {seconds} {clock}."
         )
-        best = min((row for row in run.evaluations if row["step"]), key=lambda row: float(row["val_loss"]))
-        if best["val_loss"] < last["val_loss"] - NEAR:
-            yield (
-                f"It was better before: {best['val_loss']:.3f} at step {best['step']}, "
-                f"{last['val_loss'] - best['val_loss']:.3f} below the newest."
-            )
+        best = min(
+            (row for row in run.evaluations if row["step"] and math.isfinite(row["val_loss"])),
+            key=lambda row: float(row["val_loss"]),
+            default=last,
+        )
+        if not best["val_loss"] >= last["val_loss"] - NEAR:  # true where the newest is not a number
+            below = last["val_loss"] - best["val_loss"]
+            less = f", {below:.3f} below the newest" if math.isfinite(below) else ""
+            yield f"It was better before: {best['val_loss']:.3f} at step {best['step']}{less}."
     total = totals(run)
+    idle = f"ranks idle {total.bubble_fraction:.1%} of the time; " if run.tells_idle else ""
     yield (
-        f"{total.tokens_per_s:,.0f} {run.units} a second; ranks idle {total.bubble_fraction:.1%} of the time; "
+        f"{total.tokens_per_s:,.0f} {run.units} a second; {idle}"
         f"gradients {total.staleness_mean:.2f} updates stale in the mean, {total.staleness_max} at most."
     )
     if run.workers is not None:
@@ -79,45 +88,73 @@ def _unit(evaluation: Row) -> str:
 
 
 def _loss(runs: Sequence[Run]) -> Iterator[str]:
-    """Compare the newest validation losses, where they are of the same tokens."""
+    """Compare the newest validation losses that are of the same tokens, on both sides."""
     if not _is_same_data(runs):
         yield "The runs read different data, so their losses cannot be compared."
         return
     evaluated = [run for run in runs if len(_after_training(run)[0])]
     if len(evaluated) < 2:
         return
+    if len({(run.config.data.sequence_length, run.config.evaluate.num_sequences) for run in evaluated}) > 1:
+        yield "The runs were evaluated on other sequences, so their validation losses cannot be compared."
+        return
+    if missing := [run.name for run in runs if run not in evaluated]:
+        yield f"Not evaluated yet: {', '.join(missing)}."
     known, tokens = _at_equal_tokens(evaluated)
     if not known:
         yield "The runs were never evaluated after equal tokens, so their validation losses are not compared."
         return
-    lowest, name = known[0]
-    others = "; ".join(
-        f"{other} is {'as good' if loss - lowest < NEAR else f'{loss - lowest:.3f} above it'}"
-        for loss, other in known[1:]
-    )
-    after = "" if tokens is None else f"After {quantity(tokens)} {units_of(runs)}, as far as all are, "
-    yield f"{after}{name} has the lowest validation loss, {lowest:.3f} nats per token: {others}."
+    yield _ranking(evaluated, known, tokens)
+    if len({_fall_of_the_rate(run) for run in evaluated}) > 1:
+        yield "Their rates had not fallen alike by then: a rate that has fallen gives a lower loss at once."
     yield (
         "One run of each: a difference may be chance. slipstream compare trains paired seeds and gives intervals."
-        if len({run.config.model.seed for run in runs}) == 1
+        if len({(run.config.model.seed, run.config.data.seed) for run in runs}) == 1
         else "The runs differ in their seed, so a difference may be chance. slipstream compare gives intervals."
     )
 
 
+def _ranking(runs: Sequence[Run], known: Sequence[tuple[float, str]], tokens: float | None) -> str:
+    """Say which loss is the lowest, and by how much; what is not finite is no loss to rank."""
+    after = "" if tokens is None else f"After {quantity(tokens)} {units_of(runs)}, as far as all are, "
+    ranked = sorted(each for each in known if math.isfinite(each[0]))
+    diverged = [f"{name} has diverged" for loss, name in known if not math.isfinite(loss)]
+    if not ranked:
+        return f"{after}{'; '.join(diverged)}."
+    lowest, name = ranked[0]
+    others = [
+        f"{other} is {'as good' if loss - lowest < NEAR else f'{loss - lowest:.3f} above it'}"
+        for loss, other in ranked[1:]
+    ]
+    rest = "; ".join([*others, *diverged])
+    return f"{after}{name} has the lowest validation loss, {lowest:.3f} {loss_units_of(runs)}: {rest}."
+
+
+def _fall_of_the_rate(run: Run) -> tuple[object, ...]:
+    """Return what says how far the rate has fallen after some tokens."""
+    optim, config = run.config.optim, run.config
+    if optim.lr_schedule == "constant":
+        return ("constant",)
+    total = (optim.lr_total_steps or config.train.num_steps) * config.batch_tokens
+    share = optim.lr_decay_fraction if optim.lr_schedule == "wsd" else None
+    return optim.lr_schedule, optim.lr_final_fraction, share, total
+
+
 def _at_equal_tokens(runs: Sequence[Run]) -> tuple[list[tuple[float, str]], float | None]:
-    """Return the newest validation losses that are of equal tokens, the lowest first, and those tokens.
+    """Return the newest validation losses that are of equal tokens, and those tokens.
 
     Returns:
         No losses where there are no equal tokens; tokens ``None`` where all losses are the newest there are.
     """
     curves = [_after_training(run) for run in runs]
-    fewest = min(float(tokens[-1]) for tokens, _ in curves)
-    places = [int(np.argmin(np.abs(tokens - fewest))) for tokens, _ in curves]
-    if any(abs(tokens[at] - fewest) > SAME_TOKENS * fewest for (tokens, _), at in zip(curves, places)):
-        return [], None
-    known = sorted((float(losses[at]), run.name) for run, (_, losses), at in zip(runs, curves, places))
-    is_newest = all(at == len(tokens) - 1 for (tokens, _), at in zip(curves, places))
-    return known, None if is_newest else fewest
+    shortest = min((tokens for tokens, _ in curves), key=lambda tokens: float(tokens[-1]))
+    for wanted in reversed(shortest.tolist()):
+        places = [int(np.argmin(np.abs(tokens - wanted))) for tokens, _ in curves]
+        if all(abs(tokens[at] - wanted) <= SAME_TOKENS * wanted for (tokens, _), at in zip(curves, places)):
+            known = [(float(losses[at]), run.name) for run, (_, losses), at in zip(runs, curves, places)]
+            is_newest = all(at == len(tokens) - 1 for (tokens, _), at in zip(curves, places))
+            return known, None if is_newest else wanted
+    return [], None
 
 
 def _after_training(run: Run) -> Curve:
@@ -126,15 +163,22 @@ def _after_training(run: Run) -> Curve:
 
 
 def _is_same_data(runs: Sequence[Run]) -> bool:
-    return len({(run.config.data.path, run.config.model.vocab_size) for run in runs}) == 1
+    return len({(Path(run.config.data.path).resolve(), run.config.data.stream) for run in runs}) == 1
 
 
 def _time_to_loss(runs: Sequence[Run]) -> Iterator[str]:
     """Say how long each took to the lowest smoothed training loss that all have reached."""
     if not _is_same_data(runs) or len({run.is_virtual for run in runs}) > 1:
         return
-    curves = {run.name: np.minimum.accumulate(smoothed_run(run.figures("loss"))) for run in runs}
+    # Smoothed over the same tokens, for a mean lags behind by what it is taken over.
+    span = SMOOTHING * min(float(run.tokens[-1]) for run in runs)
+    curves = {}
+    for run in runs:
+        steps = max(round(span / (float(run.tokens[-1]) / len(run.rows))), 2)
+        curves[run.name] = np.minimum.accumulate(smoothed(run.figures("loss").tolist(), span=steps))
     target = max(float(curve[-1]) for curve in curves.values())
+    if not math.isfinite(target):
+        return
     reached = []
     for run in runs:
         at = int(np.argmax(curves[run.name] <= target))
@@ -142,10 +186,12 @@ def _time_to_loss(runs: Sequence[Run]) -> Iterator[str]:
     reached.sort()
     units = units_of(runs)
     times = "; ".join(f"{name} {_span(seconds)} and {quantity(tokens)} {units}" for seconds, tokens, name in reached)
-    slowest = reached[-1]
-    gain = f", {slowest[0] / reached[0][0]:.2f} times as fast as {slowest[2]}" if reached[0][0] > 0 else ""
-    first = reached[0][2]
-    yield f"To a training loss of {target:.3f}, which all reach, it takes {times}: {first} is there first{gain}."
+    (first_s, _, first), (last_s, _, last) = reached[0], reached[-1]
+    if last_s < first_s * (1 + SAME_TIME):
+        who = "all are there equally soon"
+    else:
+        who = f"{first} is there first, {last_s / first_s:.2f} times as fast as {last}"
+    yield f"To a training loss of {target:.3f}, which all reach, it takes {times}: {who}."
 
 
 def _span(seconds: float) -> str:
@@ -155,9 +201,10 @@ def _span(seconds: float) -> str:
 def _speed(runs: Sequence[Run]) -> Iterator[str]:
     rates = sorted(((totals(run).tokens_per_s, run.name) for run in runs), reverse=True)
     listed = "; ".join(f"{name} {rate:,.0f}" for rate, name in rates)
-    clock = ", each by its own clock" if any(run.is_virtual for run in runs) else ""
-    gain = f"the fastest is {rates[0][0] / rates[-1][0]:.2f} times the slowest"
-    yield f"{units_of(runs).capitalize()} a second{clock}: {listed}; {gain}."
+    clocks = {run.is_virtual for run in runs}
+    clock = ", each by its own clock" if True in clocks else ""
+    gain = f"; the fastest is {rates[0][0] / rates[-1][0]:.2f} times the slowest" if len(clocks) == 1 else ""
+    yield f"{units_of(runs).capitalize()} a second{clock}: {listed}{gain}."
 
 
 def _troubles(run: Run, before: str) -> str:

@@ -76,6 +76,11 @@ class Run:
         return self.config.executor == "dataparallel" and self.config.engine == "inline"
 
     @property
+    def tells_idle(self) -> bool:
+        """Whether the rows say how long ranks waited for one another; workers of one process each do not."""
+        return self.config.executor != "dataparallel" or self.config.dataparallel.num_stages > 1
+
+    @property
     def last_step(self) -> int:
         """Updates made."""
         return int(self.rows[-1]["step"])

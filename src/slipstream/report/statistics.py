@@ -205,7 +205,7 @@ def spikes(losses: Sequence[float], *, window: int = SPIKE_WINDOW, sigmas: float
 
 
 def smoothed_run(values: np.ndarray) -> np.ndarray:
-    """Return a run's curve as pictures and sentences smooth it."""
+    """Return a run's curve as pictures smooth it."""
     return np.array(smoothed(values.tolist(), span=max(round(SMOOTHING * len(values)), 2)))
 
 

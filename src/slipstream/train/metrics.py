@@ -127,9 +127,11 @@ class Totals:
         """
         rows = list(rows)
         timed = rows[num_warmup_rows:] if len(rows) > 2 * num_warmup_rows else rows
+        time_s = max(sum(row["step_s"] for row in timed), 1e-9)
         return cls(
-            tokens_per_s=sum(row["num_tokens"] for row in timed) / max(sum(row["step_s"] for row in timed), 1e-9),
-            bubble_fraction=statistics.fmean(row["bubble_fraction"] for row in timed) if timed else 0.0,
+            tokens_per_s=sum(row["num_tokens"] for row in timed) / time_s,
+            # A share of the time, so a long step counts for as long as it took.
+            bubble_fraction=sum(row["bubble_fraction"] * row["step_s"] for row in timed) / time_s,
             staleness_mean=statistics.fmean(row["staleness_mean"] for row in rows) if rows else 0.0,
             staleness_max=max((row["staleness_max"] for row in rows), default=0),
         )
@@ -160,9 +162,9 @@ def router_figures(router: Sequence[RouterReport], *, loss: float) -> dict[str, 
 
 
 def model_flops_utilisation(
-    tokens_per_s: float | None, flops_per_token: float | None, device: torch.device, *, num_devices: float
+    tokens_per_s: float, flops_per_token: float | None, device: torch.device, *, num_devices: float
 ) -> float | None:
-    """Return the share of the devices' peak, or ``None`` where the peak or the rate is not known.
+    """Return the share of the devices' peak, or ``None`` where the peak is not known.
 
     Args:
         tokens_per_s: Of all devices together.
@@ -170,7 +172,7 @@ def model_flops_utilisation(
         device: One of them; the others are taken to be like it.
         num_devices: How many.
     """
-    if device.type != "cuda" or tokens_per_s is None or flops_per_token is None:
+    if device.type != "cuda" or flops_per_token is None:
         return None
     name = torch.cuda.get_device_name(device)
     peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if part in name]

@@ -248,8 +248,9 @@ class Trainer:
             "step_s": step_s,
             "num_tokens": report.num_tokens,
             "data_fraction": self._source.take_s() / wall_s,
+            # Of real GPUs, so by the wall's clock also where the executor has a virtual one.
             "mfu": model_flops_utilisation(
-                tokens_per_s, self._flops_per_token, self._device, num_devices=report.num_devices
+                report.num_tokens / wall_s, self._flops_per_token, self._device, num_devices=report.num_devices
             ),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "skipped": report.skipped,

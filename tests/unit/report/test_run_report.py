@@ -227,6 +227,24 @@ def test_tokens_and_time_add_up_over_rows(folder):
     assert np.isfinite(losses).all()
 
 
+@pytest.mark.parametrize(
+    ("staleness", "said"),
+    [
+        ({}, "delay 0"),
+        ({"delay": 2}, "delay 2"),
+        ({"delay_stages": 4}, "delay by stage, 3 to 0"),
+        ({"delay_weights": [1.0, 2.0]}, "drawn delay"),
+        ({"delay_replay": "metrics.jsonl"}, "replayed delay"),
+        ({"delay": 1, "delay_roles": ["not", "q"]}, "delay 1 of some parameters"),
+        ({"delay_weights": [1.0, 2.0], "delay_blocks": [0, 1]}, "drawn delay of some parameters"),
+        ({"delay_blocks": [0, 1]}, "delay 0"),
+    ],
+)
+def test_a_run_is_called_by_the_delay_it_had(tmp_path, staleness, said):
+    html = render_runs(open_runs([write_run(tmp_path / "run", {"staleness": staleness}, num_steps=5)]))
+    assert html.count(f"one process, {said}, adamw<") == 2, "above and on the card"
+
+
 def test_names_are_told_apart_and_settings_that_differ_listed(tmp_path):
     first = write_run(tmp_path / "a" / "run", {"optim": {"lr": 0.5}}, num_steps=5)
     second = write_run(tmp_path / "b" / "run", {"optim": {"lr": 0.25}}, num_steps=5)
@@ -287,3 +305,82 @@ def test_losses_after_other_tokens_are_not_compared(tmp_path):
     found = sentences(often, once)
     assert found[0].startswith("The runs were never evaluated after equal tokens")
     assert not [each for each in found if "lowest validation" in each]
+
+
+def test_the_newest_evaluations_after_equal_tokens_are_found_behind_others(tmp_path):
+    """A run's last evaluation is at its end, wherever that falls between the others'."""
+    long = write_run(tmp_path / "long", num_steps=400)
+    short = write_run(tmp_path / "short", num_steps=120)
+    rows = read_json_lines(short / "evaluations.jsonl")
+    write_lines(short / "evaluations.jsonl", [*rows, rows[-1] | {"step": 120}])
+    assert sentences(long, short)[0].startswith("After 102.4k tokens, as far as all are, ")
+
+
+@pytest.mark.parametrize(("schedule", "is_told"), [("cosine", True), ("constant", False)])
+def test_a_rate_that_has_fallen_further_is_told(tmp_path, schedule, is_told):
+    optim = {"optim": {"lr_schedule": schedule}}
+    found = sentences(*(write_run(tmp_path / str(num), optim, num_steps=num) for num in (400, 200)))
+    assert found[0].startswith("After 204.8k tokens")
+    assert any("had not fallen alike" in each for each in found) is is_told
+
+
+def test_a_run_is_not_faster_than_its_own_beginning(tmp_path):
+    """A mean over a share of a run's length lags behind by the more the longer the run is."""
+    whole = write_run(tmp_path / "whole", num_steps=1000)
+    paths = [whole]
+    for num_steps in (100, 200, 500):
+        begin = write_run(tmp_path / f"first{num_steps}", num_steps=num_steps)
+        write_lines(begin / "metrics.jsonl", read_json_lines(whole / "metrics.jsonl")[:num_steps])
+        paths.append(begin)
+    (time,) = [each for each in sentences(*paths) if "which all reach" in each]
+    assert time.endswith("all are there equally soon.")
+
+
+def test_who_has_diverged_is_not_ranked(tmp_path):
+    good, better, bad = (write_run(tmp_path / name, end_loss=loss) for name, loss in (("a", 1.6), ("b", 1.3), ("n", 1)))
+    rows = read_json_lines(bad / "evaluations.jsonl")
+    write_lines(bad / "evaluations.jsonl", [*rows[:-1], rows[-1] | {"val_loss": float("nan")}])
+    (loss,) = [each for each in sentences(good, bad, better) if "validation" in each]
+    assert loss.startswith(
+        "b has the lowest validation loss, 1.350 nats per token: a is 0.300 above it; n has diverged."
+    )
+    assert "better before" in " ".join(sentences(bad))
+
+
+def test_the_same_data_by_another_path_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tables = [{"data": {"path": path}} for path in ("data", str(tmp_path / "data"))]
+    runs = [write_run(tmp_path / str(i), each) for i, each in enumerate(tables)]
+    assert "lowest validation loss" in sentences(*runs)[0]
+    longer = write_run(tmp_path / "longer", {"data": {"path": "data", "sequence_length": 256}})
+    assert sentences(runs[0], longer)[0].startswith("The runs were evaluated on other sequences")
+    stream = write_run(tmp_path / "stream", {"data": {"path": "data", "stream": ["texts"]}})
+    assert sentences(runs[0], stream)[0].startswith("The runs read different data")
+
+
+def test_two_models_without_tokens_are_compared_in_their_own_unit(tmp_path):
+    runs = [write_run(tmp_path / name, end_loss=loss) for name, loss in (("a", 1.6), ("b", 1.5))]
+    for run in runs:
+        rows = read_json_lines(run / "evaluations.jsonl")
+        write_lines(run / "evaluations.jsonl", [row | {"val_bits_per_byte": None} for row in rows])
+    assert sentences(*runs)[0] == "b has the lowest validation loss, 1.550 a unit: a is 0.100 above it."
+
+
+def test_seeds_of_the_data_are_seeds(tmp_path):
+    runs = [write_run(tmp_path / str(seed), {"data": {"seed": seed}}) for seed in (0, 7)]
+    assert "differ in their seed" in sentences(*runs)[1]
+
+
+def test_idle_time_is_a_share_of_the_time(tmp_path):
+    """One long step of waiting is not one of many."""
+    run = write_run(tmp_path / "run", num_steps=100)
+    rows = read_json_lines(run / "metrics.jsonl")
+    rows = [row | {"step_s": 0.1, "bubble_fraction": 0.02} for row in rows]
+    write_lines(run / "metrics.jsonl", [*rows[:-1], rows[-1] | {"step_s": 10.0, "bubble_fraction": 0.95}])
+    assert "ranks idle 49.2% of the time" in sentences(run)[1]
+
+
+def test_workers_that_do_not_tell_how_long_they_wait_are_not_called_busy(tmp_path):
+    run = worker_run(tmp_path / "run")
+    assert "idle" not in " ".join(sentences(run))
+    assert "% idle" not in render_runs(open_runs([run]))
