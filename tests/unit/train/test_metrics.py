@@ -16,7 +16,6 @@ def test_a_share_of_the_peak_is_one_of_all_devices(monkeypatch):
     assert model_flops_utilisation(0.5 * rate, 1e9, CUDA, num_devices=1) == pytest.approx(0.5)
     assert model_flops_utilisation(2 * rate, 1e9, CUDA, num_devices=4) == pytest.approx(0.5)
     assert model_flops_utilisation(rate, 1e9, torch.device("cpu"), num_devices=1) is None
-    assert model_flops_utilisation(None, 1e9, CUDA, num_devices=1) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
     assert model_flops_utilisation(rate, 1e9, CUDA, num_devices=1) is None
 
