@@ -12,7 +12,7 @@ from slipstream.report.columns import TEXT_COLUMNS, table_columns
 from slipstream.report.comparison import Comparison
 from slipstream.report.grid import NONE
 from slipstream.report.page import card, escape, page, part, section_html, span, table_html
-from slipstream.report.statistics import SMOOTHING, SPIKE_TEXT
+from slipstream.report.statistics import SMOOTHING, SPIKE_TEXT, Estimate
 from slipstream.report.table import TableRow, figure, percent, signed
 from slipstream.report.verdict import RuleVerdict, cause, rule_verdicts
 from slipstream.train.metrics import duration, quantity
@@ -82,10 +82,10 @@ def _card(verdict: RuleVerdict) -> str:
         return card(verdict.name, rest=[verdict.sentence])
     number, _, half = signed(plain.gap).partition(" ")
     is_gap = plain.gap.excludes_zero and plain.gap.mean > 0
-    more = "" if is_gap else '<div class="cure">not to be told from 0 with these seeds</div>'
+    more = "" if is_gap else f'<div class="cure">{_no_gap(plain.gap)}</div>'
     if is_gap and remedy is not None and remedy.closed is not None:
-        name = escape(remedy.arm.remedy)
-        more = f'<div class="cure"><b>{name}</b> closes {escape(percent(remedy.closed))}</div>{_meter(remedy)}'
+        name, of = escape(remedy.arm.remedy), f"best of {verdict.num_remedies}: " if verdict.num_remedies > 1 else ""
+        more = f'<div class="cure">{of}<b>{name}</b> closes {escape(percent(remedy.closed))}</div>{_meter(remedy)}'
     return card(
         verdict.name,
         figure=number,
@@ -94,6 +94,13 @@ def _card(verdict: RuleVerdict) -> str:
         more=more,
         rest=_left(verdict, remedy) if remedy is not None and remedy.gap is not None else (),
     )
+
+
+def _no_gap(gap: Estimate) -> str:
+    """Return why a difference is no loss."""
+    if gap.interval is None:
+        return "one seed: no interval"
+    return "a gain" if gap.excludes_zero else "not to be told from 0 with these seeds"
 
 
 def _meter(row: TableRow) -> str:
@@ -167,6 +174,12 @@ def _method(comparison: Comparison, config: Config | None) -> str:
         paragraphs.append(
             "Best against best takes for each arm the learning rate with the smallest mean loss, on the same seeds "
             "that are compared; with few rates and seeds that flatters every arm a little."
+        )
+    verdicts = rule_verdicts(comparison.best)
+    if len(verdicts) > 2 or any(verdict.num_remedies > 1 for verdict in verdicts):
+        paragraphs.append(
+            "The best of several remedies, and the rules that lose most and least, are picked by their means on the "
+            "seeds that are compared, and keep the interval of one named beforehand: that flatters what is picked."
         )
     if comparison.same_as:
         pairs = "; ".join(f"{arm.label} is {other.label}" for arm, other in comparison.same_as.items())

@@ -1,13 +1,13 @@
 """What a comparison says, in sentences."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slipstream.config import coefficient_text
 from slipstream.report.cells import Arm
 from slipstream.report.grid import NONE
 from slipstream.report.statistics import Estimate, ratio
-from slipstream.report.table import TableRow, badness, by_rule, figure, percent, signed, whole_reads
+from slipstream.report.table import TableRow, badness, by_rule, distinct, figure, percent, signed, whole_reads
 
 TOLERANCE = 0.005
 """Share of the synchronous loss that a switch to a delay may cost."""
@@ -22,6 +22,7 @@ class RuleVerdict:
         sync: Plain synchronous training.
         plain: The delay and nothing done about it.
         remedy: The remedy with the smallest loss at that delay; ``None`` where there is none.
+        num_remedies: Those it is the best of.
         sentence: All of this in words.
     """
 
@@ -29,6 +30,7 @@ class RuleVerdict:
     sync: TableRow
     plain: TableRow
     remedy: TableRow | None
+    num_remedies: int
     sentence: str
 
 
@@ -48,10 +50,18 @@ def rule_verdicts(best: Sequence[TableRow]) -> list[RuleVerdict]:
         plain = next((row for row in delayed if row.arm.delay == delay and row.arm.remedy == NONE), None)
         if plain is None:
             continue
-        remedies = [row for row in delayed if row.arm.delay == delay and row.arm.remedy != NONE]
+        # What changes nothing at this delay is the plain delay once more, not one of several tries.
+        remedies = distinct([plain, *(row for row in delayed if row.arm.delay == delay and row.arm.remedy != NONE)])[1:]
         remedy = min(remedies, key=lambda row: badness(row.result), default=None)
-        sentence = _rule_sentence(name, plain, remedy)
-        found.append(RuleVerdict(name=name, sync=sync, plain=plain, remedy=remedy, sentence=sentence))
+        sentence = _rule_sentence(name, plain)
+        if plain.gap is not None and remedy is not None and remedy.gap is not None:
+            sentence += _remedy_part(plain.gap, remedy, len(remedies))
+            sentence += _control_part(remedy, {row.arm: row for row in rows})
+        found.append(
+            RuleVerdict(
+                name=name, sync=sync, plain=plain, remedy=remedy, num_remedies=len(remedies), sentence=f"{sentence}."
+            )
+        )
     return found
 
 
@@ -62,10 +72,11 @@ def cause(arm: Arm) -> str:
     return "one step of delay" if arm.delay == 1 else f"a delay of {arm.delay} steps"
 
 
-def _rule_sentence(name: str, plain: TableRow, remedy: TableRow | None) -> str:
+def _rule_sentence(name: str, plain: TableRow) -> str:
+    """Return what the delay costs a rule, without a full stop."""
     steps, s = cause(plain.arm), "" if plain.arm.workers else "s"
     if plain.gap is None:
-        return f"{name}: no seed finished both with and without the delay{_failed(plain)}."
+        return f"{name}: no seed finished both with and without the delay{_failed(plain)}"
     if plain.gap.interval is None or plain.gap.low is None or plain.gap.low > 0:
         text = f"{name}: {steps} cost{s} {figure(plain.gap)} nats per token"
     elif plain.gap.high is not None and plain.gap.high < 0:
@@ -74,17 +85,29 @@ def _rule_sentence(name: str, plain: TableRow, remedy: TableRow | None) -> str:
         text = (
             f"{name}: {steps} cost{s} nothing that these seeds could tell from 0 ({signed(plain.gap)} nats per token)"
         )
-    text += _failed(plain)
-    if remedy is None or remedy.gap is None:
-        return f"{text}."
-    if remedy.closed is not None and plain.gap.excludes_zero and plain.gap.mean > 0:
-        text += f"; {remedy.arm.remedy} closes {percent(remedy.closed)} of it{_failed(remedy)}"
-    else:
-        text += f"; with {remedy.arm.remedy} the gap is {signed(remedy.gap)}{_failed(remedy)}"
+    return text + _failed(plain)
+
+
+def _remedy_part(plain_gap: Estimate, remedy: TableRow, num_remedies: int) -> str:
+    """Return what the best remedy does, and of how many it is the best."""
+    name = remedy.arm.remedy
+    best = f"of {num_remedies} remedies {name} has the smallest loss" if num_remedies > 1 else ""
+    if remedy.closed is not None and plain_gap.excludes_zero and plain_gap.mean > 0:
+        start = f"{best}, and" if best else name
+        return f"; {start} closes {percent(remedy.closed)} of it{_failed(remedy)}"
+    start = f"{best}: with it" if best else f"with {name}"
+    return f"; {start} the gap is {signed(remedy.gap)}{_failed(remedy)}"
+
+
+def _control_part(remedy: TableRow, rows: Mapping[Arm, TableRow]) -> str:
+    """Return the gap to the best synchronous arm where that has a remedy, and whether it surely gains from it."""
     best = remedy.best_sync
-    if best is not None and best.remedy != NONE and remedy.gap_to_best is not None:
-        text += f". Synchronous training gains from {best.remedy} too: to it the gap is {signed(remedy.gap_to_best)}"
-    return f"{text}."
+    if best is None or best.remedy == NONE or remedy.gap_to_best is None:
+        return ""
+    gap = rows[best].gap if best in rows else None
+    is_gain = gap is not None and gap.high is not None and gap.high < 0
+    how = f"gains from {best.remedy} too" if is_gain else f"has the smaller mean with {best.remedy}, maybe by chance"
+    return f". Synchronous training {how}: to it the gap is {signed(remedy.gap_to_best)}"
 
 
 def _failed(row: TableRow) -> str:
@@ -105,10 +128,14 @@ def rules_sentence(verdicts: Sequence[RuleVerdict]) -> str | None:
     most = max(known, key=lambda each: _mean(each.plain.gap))
     least = min(known, key=lambda each: _mean(each.plain.gap))
     times = ratio(most.plain.gaps, least.plain.gaps)
+    by_means = f"Of {len(known)} rules {most.name} loses most and {least.name} least by the means"
     if times is None or times.interval is None or times.mean <= 0:
-        return f"Of the rules, {most.name} loses most and {least.name} least."
+        return f"{by_means}."
     low, high = times.interval
-    return f"{most.name} loses {times.mean:.1f} times [{low:.1f}, {high:.1f}] what {least.name} does."
+    proportion = f"{times.mean:.1f} times [{low:.1f}, {high:.1f}]"
+    if len(known) > 2:
+        return f"{by_means}, {proportion} as much."
+    return f"{most.name} loses {proportion} what {least.name} does."
 
 
 def _mean(estimate: Estimate | None) -> float:
@@ -137,8 +164,15 @@ def switch_sentence(best: Sequence[TableRow], *, tolerance: float = TOLERANCE) -
     cost = f"{signed(gap)} nats per token ({100 * gap.mean / loss.mean:+.2f} % of {loss.mean:.3f})"
     allowed = f"the {100 * tolerance:g} % allowed are {limit:.3f}"
     num_seeds = len(chosen.result.val_loss)
-    if chosen.result.count("diverged"):
-        return f"Do not switch: one step of delay {how} makes training diverge{_failed(chosen)}."
+    num_diverged, num_without = chosen.result.count("diverged"), verdict.sync.result.count("diverged")
+    if 0 < num_diverged <= num_without:
+        return (
+            f"Undecided: synchronous training diverges as well{_failed(verdict.sync)}; lower the learning rate and "
+            "compare again."
+        )
+    if num_diverged:
+        less = f", synchronous training less often{_failed(verdict.sync)}" if num_without else ""
+        return f"Do not switch: one step of delay {how} makes training diverge{_failed(chosen)}{less}."
     if gap.low is None or gap.high is None:
         return f"Undecided: one step of delay {how} costs {cost} on a single seed; run again with --num-seeds 3."
     if gap.high <= limit:
@@ -147,8 +181,9 @@ def switch_sentence(best: Sequence[TableRow], *, tolerance: float = TOLERANCE) -
             f"{_gain(chosen):.2f} times as fast{_stages(chosen)}."
         )
     if gap.low > limit:
+        muon = "" if "muon" in chosen.result.cells[0].cell.config.optim.name.lower() else "Muon, "
         return (
-            f"Do not switch yet: one step of delay {how} costs {cost}, {allowed}; try Muon, a larger momentum or "
+            f"Do not switch yet: one step of delay {how} costs {cost}, {allowed}; try {muon}a larger momentum or "
             "a lower learning rate first."
         )
     return (

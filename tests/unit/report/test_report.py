@@ -7,11 +7,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.unit.report.fake import train_by_formula
+from tests.unit.report.fake import arm, result, train_by_formula
 
 from slipstream.errors import ConfigError
 from slipstream.report.compare import compare_grid, grid_and_judge
 from slipstream.report.grid_file import parse_grid
+from slipstream.report.render import _card
+from slipstream.report.table import best_against_best
+from slipstream.report.verdict import rule_verdicts
 
 EVERYTHING = """
 title = "All <kinds> of pictures & more"
@@ -135,6 +138,32 @@ def test_the_files_agree(folder):
     assert markdown.startswith("# All <kinds> of pictures & more\n")
     assert "+0.400 ± 0.001" in markdown
     assert "+0.400 ± 0.001" in parsed(folder).text
+
+
+def test_what_is_picked_on_the_seeds_it_is_judged_by_is_said_to_be(folder, tmp_path):
+    said = "The best of several remedies, and the rules that lose most and least, are picked by their means"
+    assert said in parsed(folder).text
+    assert '<div class="cure">best of 2: <b>c = 2</b> closes' in (folder / "report.html").read_text(encoding="utf-8")
+    grid = parse_grid({"grid": {"rules": [{"name": "adamw"}]}}, source="g.toml", folder=tmp_path)
+    assert compare_grid(grid, tmp_path, train=train_by_formula, note=lambda text: None) is not None
+    assert said not in parsed(tmp_path).text
+
+
+@pytest.mark.parametrize(
+    ("delayed", "said"),
+    [
+        ([2.4, 2.48, 2.62], None),
+        ([1.9, 2.001, 2.099], "a gain"),
+        ([2.01, 2.09, 2.21], "not to be told from 0 with these seeds"),
+        ([2.4], "one seed: no interval"),
+        ([1.9], "one seed: no interval"),
+    ],
+)
+def test_a_card_says_what_its_interval_does(delayed, said):
+    sync = dict(enumerate([2.0, 2.1, 2.2][: len(delayed)]))
+    rows = best_against_best([result(arm(), sync), result(arm(delay=1), dict(enumerate(delayed)))])
+    (verdict,) = rule_verdicts(rows)
+    assert re.findall(r'class="cure">([^<]*)<', _card(verdict)) == ([said] if said else [])
 
 
 def test_an_interrupted_grid_writes_nothing(tmp_path):
