@@ -67,8 +67,17 @@ class OwnBatch(Batch):
         return self.num_rows if self.num_units is None else self.num_units
 
     def microbatch(self, j: int, num_microbatches: int) -> "OwnBatch":
-        """Return the j-th of equal parts, in order."""
-        size = self.num_rows // num_microbatches
+        """Return the j-th of equal parts, in order.
+
+        Raises:
+            ConfigError: The rows do not divide evenly.
+        """
+        size, rest = divmod(self.num_rows, num_microbatches)
+        if rest:
+            raise ConfigError(
+                f"{self.num_rows} rows do not make {num_microbatches} equal microbatches. Give a batch that "
+                "pipeline.num_microbatches divides."
+            )
         part = slice(j * size, (j + 1) * size)
         inputs, targets = (map_tensors(each, lambda tensor: tensor[part]) for each in (self.inputs, self.targets))
         return OwnBatch(index=self.index, inputs=inputs, targets=targets)
@@ -161,18 +170,16 @@ def open_own(model: OwnModel, data: OwnData, config: Config, rank: int, checkpoi
     Raises:
         ConfigError: A batch has other rows than the settings say, or the model cannot be trained.
     """
-    first, validation = _batch(data, 0), list(data.validation())
-    for what, batch, size in (
-        ("batch 0", first, config.batch_size),
-        *((f"validation batch {i}", each, config.train.microbatch_size) for i, each in enumerate(validation)),
-    ):
-        _check_rows(what, batch, size)
+    source = functools.partial(_batch, data, config.batch_size)
+    first, validation = source(0), list(data.validation())
+    for i, batch in enumerate(validation):
+        _check_rows(f"validation batch {i}", batch, config.train.microbatch_size)
     part = first.microbatch(0, config.pipeline.num_microbatches)
     whole = hashlib.sha256()
     for tensor in tensors_of((first.inputs, first.targets)):
         whole.update(tensor_digest(tensor).encode())
     return Workload(
-        source=TimedSource(functools.partial(_batch, data)),
+        source=TimedSource(source),
         validation=validation,
         data_sha256=whole.hexdigest(),
         tokenizer=None,
@@ -180,8 +187,10 @@ def open_own(model: OwnModel, data: OwnData, config: Config, rank: int, checkpoi
     )
 
 
-def _batch(data: OwnData, index: int) -> OwnBatch:
-    return dataclasses.replace(data.batch(index), index=index)
+def _batch(data: OwnData, num_rows: int, index: int) -> OwnBatch:
+    batch = dataclasses.replace(data.batch(index), index=index)
+    _check_rows(f"batch {index}", batch, num_rows)  # each one: of data that run out, the last is short
+    return batch
 
 
 def _check_rows(what: str, batch: OwnBatch, size: int) -> None:

@@ -143,6 +143,22 @@ def test_settings_and_batches_that_do_not_fit(tmp_path, data, changes, words):
     assert not (tmp_path / "run").exists()
 
 
+def test_rows_are_never_left_out():
+    from slipstream.config import from_dict
+
+    class RunsOut(Data):
+        def batch(self, index):
+            return Data(rows=8 if index < 2 else 6).batch(index)
+
+    config = from_dict({"train": {"microbatch_size": 2}, "pipeline": {"num_microbatches": 4}})
+    source = open_own(OwnModel(build=module, loss=squares), RunsOut(), config, 0, None).source
+    assert source(1).num_rows == 8
+    with pytest.raises(ConfigError, match="batch 2 has tensors of 6 rows"):
+        source(2)
+    with pytest.raises(ConfigError, match="6 rows do not make 4 equal microbatches"):
+        RunsOut().batch(2).microbatch(0, 4)
+
+
 def test_a_stage_without_parameters_is_refused():
     own = parts(lambda: module(blocks=nn.ModuleList([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)])))
     own.check_cuts(cut(own.costs(), 2))
