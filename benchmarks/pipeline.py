@@ -8,10 +8,13 @@ Figures are ratios within one run, with their spread; run it on a machine that d
 import argparse
 import datetime
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from slipstream.bench.pipeline import gains
 
 COMPUTED = (
     ("--num-stages", "2", "--num-microbatches", "2"),
@@ -30,7 +33,8 @@ LEGEND = """\
 A step is the median time between optimizer steps on rank 0: forward, backward, messages, exact global-norm clipping
 and the optimizer. For `two_bw` without fill and drain, which happen once a run; for flushing schedules, which fill and
 drain at each step, the whole step. Schedules take turns over the rounds, on the same processes. Efficiency is
-m (F + B) / step with F and B of the slowest stage alone, or emulated. Quartiles are over all steps measured.
+m (F + B) / step with F and B of the slowest stage alone, or emulated. Quartiles are over all steps measured. Gains are
+medians over the rounds, with the smallest and the largest: a round is what two schedules have in common.
 """
 
 
@@ -60,15 +64,16 @@ def section(result: dict[str, Any]) -> list[str]:
     ]
     for name, each in sorted(schedules.items(), key=lambda item: item[1]["step_time_s"]):
         low, _, high = each["quartiles_s"]
-        gain = f"{peer['step_time_s'] / each['step_time_s']:.3f}x" if peer else ""
+        rounds = gains(each, over=peer) if peer else []
+        gain = f"{statistics.median(rounds):.3f}x ({min(rounds):.3f} to {max(rounds):.3f})" if rounds else ""
         lines.append(
             f"| {name} | {each['step_time_s']:.4f} | {low:.4f} to {high:.4f} | {each['efficiency']:.1%} | {gain} |"
         )
-    lines += ["", *gains(result), ""]
+    lines += ["", *gains_of_two_bw(result), ""]
     return lines
 
 
-def gains(result: dict[str, Any]) -> list[str]:
+def gains_of_two_bw(result: dict[str, Any]) -> list[str]:
     """Return what two_bw gains, with the spread over rounds."""
     lines = []
     ideal = result["ideal_speedup"]

@@ -199,15 +199,15 @@ def loss_table(rows: Sequence[TableRow], folder: Path) -> Iterator[str]:
 
 
 def time_table(timed: dict[Case, Timed], *, num_steps: int, tokens_per_step: int) -> Iterator[str]:
-    """Yield step times."""
+    """Yield step times; a gain is the median of the rounds', in each of which the arms took turns."""
     yield "| microbatches | arm | step, s | quartiles | tokens/s | idle | minutes for all steps | over synchronous |"
     yield "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for case, found in sorted(timed.items(), key=lambda item: item[0].num_microbatches):
         synchronous = timed[Case(case.rule, NONE, 0, case.num_microbatches)]
         gain = ""
         if case.delay:
-            single = ", ".join(f"{a / b:.2f}" for a, b in zip(synchronous.rounds, found.rounds, strict=True))
-            gain = f"**{synchronous.median / found.median:.2f}x** ({single})"
+            single = [a / b for a, b in zip(synchronous.rounds, found.rounds, strict=True)]
+            gain = f"**{statistics.median(single):.2f}x** ({', '.join(f'{each:.2f}' for each in single)})"
         yield (
             f"| {case.num_microbatches} | {case.label} | {found.median:.3f} | {found.low:.3f} to {found.high:.3f} "
             f"| {tokens_per_step / found.median:,.0f} | {found.bubble:.1%} | {num_steps * found.median / 60:.1f} "
@@ -225,12 +225,20 @@ def validation_curve(row: TableRow, folder: Path) -> list[tuple[int, float]]:
     return [(step, statistics.fmean(losses)) for step, losses in sorted(by_step.items())]
 
 
-def steps_to(curve: Sequence[tuple[int, float]], level: float) -> float | None:
-    """Return the step at which a falling curve reaches a level, between evaluations on a straight line."""
-    for (before, above), (after, below) in itertools.pairwise(curve):
+def minutes_to(curve: Sequence[tuple[int, float]], level: float, *, step_s: float) -> str:
+    """Return the minutes in which a falling curve reaches a level, between evaluations on a straight line.
+
+    Until the first evaluation after the start that line would cut off the steepest part: there it is "less than".
+    """
+    after_start = [each for each in curve if each[0]]
+    first, loss = after_start[0]
+    if loss <= level:
+        return f"< {first * step_s / 60:.1f}"
+    for (before, above), (after, below) in itertools.pairwise(after_start):
         if below <= level:
-            return before + (after - before) * (above - level) / (above - below)
-    return None
+            steps = before + (after - before) * (above - level) / (above - below)
+            return f"{steps * step_s / 60:.1f}"
+    return ""
 
 
 def level_table(
@@ -245,8 +253,7 @@ def level_table(
     for row in rows:
         arm = row.arm
         step_s = timed[Case(plain(arm.rule), arm.remedy, arm.delay, num_microbatches)].median
-        reached = [steps_to(curves[arm], level) for level in levels]
-        minutes = ["" if steps is None else f"{steps * step_s / 60:.1f}" for steps in reached]
+        minutes = [minutes_to(curves[arm], level, step_s=step_s) for level in levels]
         yield f"| {label(arm.rule, arm.remedy, arm.delay)} | " + " | ".join(minutes) + " |"
 
 

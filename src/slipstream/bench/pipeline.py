@@ -4,7 +4,7 @@ import contextlib
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,26 +93,33 @@ def summarise(config: BenchPipelineConfig, results: Sequence[RankResult]) -> dic
         }
     flushing = {name: each["step_time_s"] for name, each in schedules.items() if name != "two_bw"}
     best = min(flushing, key=flushing.__getitem__) if flushing else None
+    own = schedules.get("two_bw")
+    by_round = {
+        name: gains(own, over=schedules[name])
+        for name in dict.fromkeys(("torch_1f1b", best))
+        if own is not None and name is not None and name in schedules
+    }
     return {
         "schedules": schedules,
-        "speedup_vs_torch_1f1b": _speedup(schedules, "torch_1f1b"),
+        "speedup_vs_torch_1f1b": statistics.median(by_round["torch_1f1b"]) if "torch_1f1b" in by_round else None,
         "ideal_speedup": (m + p - 1) / m,
-        "speedup_vs_best_flushing": _speedup(schedules, best),
+        "speedup_vs_best_flushing": statistics.median(by_round[best])
+        if best is not None and best in by_round
+        else None,
         "best_flushing": best,
-        "rounds_speedup": {
-            name: [other / own for other, own in zip(schedules[name]["rounds_s"], schedules["two_bw"]["rounds_s"])]
-            for name in dict.fromkeys(("torch_1f1b", best))
-            if name in schedules and "two_bw" in schedules
-        },
+        "rounds_speedup": by_round,
         "forward_s": forward_s,
         "backward_s": backward_s,
     }
 
 
-def _speedup(schedules: dict[str, dict[str, Any]], name: str | None) -> float | None:
-    if name not in schedules or "two_bw" not in schedules:
-        return None
-    return float(schedules[name]["step_time_s"] / schedules["two_bw"]["step_time_s"])
+def gains(schedule: Mapping[str, Any], *, over: Mapping[str, Any]) -> list[float]:
+    """Return how many times as fast a schedule is as another, in each round.
+
+    A round is what the two have in common: how fast the machine was at the time. So the gain to tell is the median of
+    these, not the ratio of medians, which may be of different rounds.
+    """
+    return [other / own for other, own in zip(over["rounds_s"], schedule["rounds_s"], strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

@@ -1,9 +1,12 @@
 """What `bench pipeline` measured, for people."""
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
+
+from slipstream.bench.pipeline import gains
 
 _QUIET_LOAD = 0.5
 """Load average up to which a machine counts as quiet."""
@@ -23,7 +26,7 @@ def bench_table(result: dict[str, Any]) -> Table:
         table.add_column(title, justify="right")
     for name, each in sorted(schedules.items(), key=lambda item: float(item[1]["step_time_s"])):
         low, _, high = each["quartiles_s"]
-        gain = schedules[peer]["step_time_s"] / each["step_time_s"]
+        gain = statistics.median(gains(each, over=schedules[peer]))
         step = f"{each['step_time_s']:.4f}"
         table.add_row(name, step, f"{low:.4f} to {high:.4f}", f"{each['efficiency']:.1%}", f"{gain:.3f}x")
     return table
