@@ -78,7 +78,7 @@ def export_hub(run: str | Path, out: str | Path, *, weights: Point = "x", checkp
 def logit_difference(folder: Path, model: TrainedModel) -> float | None:
     """Return the largest difference between the logits of transformers' model in a folder and of ours, in float32.
 
-    Both see the same text, and every id of the vocabulary or as many as the context holds.
+    Both see the same text, and 512 ids drawn from the vocabulary, or as many as it has and the context holds.
 
     Returns:
         ``None`` where transformers is not installed.

@@ -196,7 +196,8 @@ class ErrorFeedback:
                 offset.sub_(param).mul_(-self.c)
             else:
                 # lerp(y_t, y_{t+1}, 1 + c) = y_{t+1} + c (y_{t+1} - y_t). The offset is what was really added, after
-                # rounding: so taking it off gives y back to the last bit.
+                # rounding: so taking it off gives y back, to the last bit where the update is small beside the weight,
+                # to a rounding elsewhere.
                 x = torch.lerp(offset, param, 1.0 + self.c)
                 torch.sub(x, param, out=offset)
                 param.copy_(x)
