@@ -55,7 +55,8 @@ class OwnModel:
     costs: tuple[float, ...] | None = None
     """Cost of each block, by which stages are cut; ``None``: its number of parameters."""
     role: Callable[[str], Role] | None = None
-    """Role of a parameter by its name; ``None``: matrices of blocks are ``matrix``, which Muon takes."""
+    """Role of a parameter by its name; ``None``: matrices of blocks, and stacks of them, are ``matrix``, which Muon
+    takes; weights of embeddings and convolutions are not."""
 
 
 class OwnParts:
@@ -205,6 +206,11 @@ class OwnParts:
             return "embedding"
         if _lies_in(name, self._head):
             return "head"
+        owner = self._whole.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            return "embedding"  # a look-up, wherever it stands: positions, or a bias table of attention
+        if isinstance(owner, nn.modules.conv._ConvNd):
+            return "other"  # its last two sides are no matrix: of a depthwise Conv1d each filter would be one
         return "matrix" if parameter.ndim in (2, 3) else "other"
 
     def _num_parameters(self, name: str) -> int:

@@ -62,6 +62,37 @@ def test_roles_and_costs():
     assert parts(role=lambda name: "other").role("blocks.0.weight") == "other"
 
 
+class Mixed(nn.Module):
+    """A block with more than linear layers: tables, filters, and a stack of matrices of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(4, 6)
+        self.bag = nn.EmbeddingBag(4, 6)
+        self.depthwise = nn.Conv1d(6, 6, 3, groups=6)
+        self.image = nn.Conv2d(1, 6, 3)
+        self.linear = nn.Linear(6, 6)
+        self.experts = nn.Parameter(torch.zeros(2, 6, 6))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_blocks_weights_are_matrices_by_what_owns_them():
+    own = parts(lambda: module(blocks=nn.ModuleList([Mixed()])))
+    assert {name.removeprefix("blocks.0."): own.role(name) for name in own.names if name.startswith("blocks.")} == {
+        "experts": "matrix",
+        "positions.weight": "embedding",
+        "bag.weight": "embedding",
+        "depthwise.weight": "other",
+        "depthwise.bias": "bias",
+        "image.weight": "other",
+        "image.bias": "bias",
+        "linear.weight": "matrix",
+        "linear.bias": "bias",
+    }
+
+
 def tied():
     made = module(head=nn.Linear(6, 3, bias=False), embed=nn.Embedding(3, 6))
     made["head"].weight = made["embed"].weight
