@@ -61,7 +61,7 @@ def write_hub_model(
 
 @dataclasses.dataclass(frozen=True)
 class HubModel:
-    """A model folder of the hub; reads weights one at a time.
+    """A model folder of the hub; reads weights one at a time, from files that stay open as long as it is there.
 
     Args:
         folder: The folder.
@@ -82,7 +82,8 @@ class HubModel:
         return self.config.context_length
 
     @cached_property
-    def _place(self) -> dict[str, Path]:
+    def _holders(self) -> dict[str, Any]:
+        """Open each file once: every opening reads the names of all its tensors."""
         index = self.folder / INDEX_FILE
         if index.is_file():
             files = read_json(index).get("weight_map")
@@ -90,15 +91,16 @@ class HubModel:
                 raise CheckpointError(
                     f"{index} must have a table 'weight_map' that names the file of each weight. Restore the file."
                 )
-            return {name: self.folder / file for name, file in files.items()}
+            opened = {file: _opened(self.folder / file) for file in sorted(set(files.values()))}
+            return {name: opened[file] for name, file in files.items()}
         path = self.folder / WEIGHTS_FILE
         if not path.is_file():
             raise CheckpointError(
                 f"{self.folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}. Weights are read from safetensors alone; "
                 "save the model again with transformers' save_pretrained."
             )
-        with _opened(path) as file:
-            return dict.fromkeys(file.keys(), path)
+        holder = _opened(path)
+        return dict.fromkeys(holder.keys(), holder)
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights by our names, a tied pair once, in the type they are stored in.
@@ -133,7 +135,7 @@ class HubModel:
 
     def _check_names(self, known: set[str]) -> None:
         # Rotary frequencies, which old files hold, follow from the config.
-        unknown = sorted(name for name in self._place.keys() - known if not name.endswith("rotary_emb.inv_freq"))
+        unknown = sorted(name for name in self._holders.keys() - known if not name.endswith("rotary_emb.inv_freq"))
         if unknown:
             raise CheckpointError(
                 f"{self.folder} holds {len(unknown)} weights that a {self.config.family.model_type} model without "
@@ -142,10 +144,9 @@ class HubModel:
             )
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._place:
+        if name not in self._holders:
             raise CheckpointError(f"{self.folder} has no weight '{name}', which its config.json asks for.")
-        with _opened(self._place[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = self._holders[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self.folder}: the weight '{name}' has the shape {tuple(tensor.shape)}, config.json asks for "

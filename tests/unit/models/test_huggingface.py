@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import ModelConfig, load_toml
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
+from slipstream.models import huggingface
 from slipstream.models.families import FAMILIES, family_of, hub_names
 from slipstream.models.huggingface import open_hub_model, write_hub_model
 from slipstream.models.llama import whole_model
@@ -114,6 +115,20 @@ def test_weights_spread_over_files_are_found_by_the_index(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
     read = open_hub_model(tmp_path).weights()
     assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_each_file_is_opened_once_however_many_weights_are_read(tmp_path, monkeypatch):
+    written(tmp_path, num_experts=3)
+    opened = []
+    real = huggingface.safe_open
+    monkeypatch.setattr(huggingface, "safe_open", lambda path, **how: opened.append(path) or real(path, **how))
+    open_hub_model(tmp_path).weights()
+    assert opened == [tmp_path / "model.safetensors"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    place = dict.fromkeys(tensors, "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    open_hub_model(tmp_path).weights()
+    assert opened == [tmp_path / "model.safetensors"] * 2
 
 
 def test_rotary_base_is_read_from_either_place(tmp_path):
