@@ -248,9 +248,9 @@ def flops_per_token(cfg: ModelConfig, sequence_length: int) -> int:
 
     with N the weights that take part in a matrix product (blocks and head, of experts those that a token goes through;
     not the norms, and not the embedding, which is a look-up; a tied head counts, for it multiplies), L blocks, T tokens
-    a sequence, D the width. The backward pass costs twice the forward. As is the custom, the attention scores count in
-    full although the causal mask spares half of them, and recomputation by activation checkpointing does not count:
-    utilization measures the work that the model needs, not the work done.
+    a sequence, or of the sliding window where that is shorter, D the width. The backward pass costs twice the forward.
+    As is the custom, the attention scores count in full although the causal mask spares half of them, and recomputation
+    by activation checkpointing does not count: utilization measures the work that the model needs, not the work done.
 
     Args:
         cfg: The model.
@@ -267,7 +267,8 @@ def flops_per_token(cfg: ModelConfig, sequence_length: int) -> int:
     Source: Chowdhery et al., PaLM, arXiv 2204.02311, appendix B.
     """
     check_complete(cfg)
-    blocks = sum(block_flops(cfg, layer=layer, sequence_length=sequence_length) for layer in range(cfg.num_layers))
+    positions = min(sequence_length, cfg.sliding_window or sequence_length)
+    blocks = sum(block_flops(cfg, layer=layer, sequence_length=positions) for layer in range(cfg.num_layers))
     return 3 * (blocks + head_flops(cfg))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import statistics
 import sys
@@ -18,14 +19,20 @@ from slipstream.models.moe import RouterReport
 from slipstream.train.disk import write_whole, writing
 
 PEAK_FLOPS_BF16: Mapping[str, float] = {
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "4090": 165e12,
 }
-"""Dense bfloat16 peak in FLOP/s by a part of the device's name, from the makers' data sheets."""
+"""Dense bfloat16 peak in FLOP/s by words of the device's name, of which the first that match hold; from the makers'
+data sheets."""
 
 
 class JsonLines:
@@ -175,7 +182,7 @@ def model_flops_utilisation(
     if device.type != "cuda" or flops_per_token is None:
         return None
     name = torch.cuda.get_device_name(device)
-    peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if part in name]
+    peaks = [peak for part, peak in PEAK_FLOPS_BF16.items() if re.search(rf"\b{part}\b", name)]
     return tokens_per_s * flops_per_token / (num_devices * peaks[0]) if peaks else None
 
 

@@ -122,6 +122,12 @@ def test_flops_are_those_of_the_matrix_products_that_torch_counts_and_of_the_att
     assert flops_per_token(cfg, length) * batch * length == products + scores * batch * length
 
 
+def test_what_a_sliding_window_leaves_out_is_no_work_that_the_model_needs():
+    windowed = dataclasses.replace(SMALL, sliding_window=8)
+    assert flops_per_token(windowed, 32) == flops_per_token(SMALL, 8)
+    assert flops_per_token(windowed, 4) == flops_per_token(SMALL, 4)
+
+
 def test_what_plans_a_model_imports_no_torch():
     code = "import sys, slipstream.models.shapes, slipstream.models.partition, slipstream.models.roles as r; "
     code += "assert r.role('head.weight') == 'head'; sys.exit('torch' in sys.modules)"

@@ -21,6 +21,26 @@ def test_a_share_of_the_peak_is_one_of_all_devices(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+    ],
+)
+def test_a_peak_is_that_of_the_device_not_of_one_with_a_name_like_it(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert model_flops_utilisation(peak / 1e9, 1e9, CUDA, num_devices=1) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
     ("engine", "changes", "expected"),
     [
         ("inline", {"num_workers": 4}, 1),
