@@ -28,7 +28,7 @@ SCHEDULES = ("actions", "cycle_order", "schedules", "validation")
 """Of the pipeline: what decides, without tensors."""
 
 LAYERS = (
-    ("errors", "console", "digests"),
+    ("errors", "console", "digests", "cores"),
     ("settings",),
     ("config",),
     ("data", "models", "optim", "staleness", *(f"pipeline.{name}" for name in SCHEDULES)),

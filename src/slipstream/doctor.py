@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from slipstream import __version__
+from slipstream.cores import num_cores
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tomli-w", "rich")
 
@@ -38,7 +39,7 @@ def examine() -> list[Finding]:
         Finding("python", platform.python_version()),
         Finding("platform", platform.platform()),
         *(_package(name) for name in REQUIRED),
-        Finding("cpu cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
+        Finding("cpu cores", str(num_cores())),
         Finding("cpu capability", torch.backends.cpu.get_cpu_capability()),
         Finding("memory", f"{memory_bytes / 2**30:.1f} GiB"),
         Finding("devices", _devices()),

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.bench.rank import RankResult, bench_rank
 from slipstream.bench.settings import BenchPipelineConfig, check_settings, choose_schedules, run_config
+from slipstream.cores import num_cores
 from slipstream.models.shapes import check_model
 from slipstream.optim.build import check_optim
 from slipstream.train.processes import run_processes
@@ -142,7 +143,7 @@ def machine() -> dict[str, Any]:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     return {
         "cpu": model,
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cores": num_cores(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -20,6 +20,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Literal
 
+from slipstream.cores import num_cores
 from slipstream.data.corpus import Corpus, Survey, split_threshold, survey
 from slipstream.data.files import SourceFile, find_files
 from slipstream.data.learning import sample_bytes, training_texts
@@ -176,8 +177,8 @@ def builtin_source() -> Traversable:
 
 
 def _num_workers(files: Sequence[SourceFile]) -> int:
-    """Return the cores, or 1 where processes would take longer to start than the text to encode."""
-    return (os.cpu_count() or 1) if sum(file.num_bytes for file in files) >= _SHARED_BYTES else 1
+    """Return the cores of this process, or 1 where processes would take longer to start than the text to encode."""
+    return num_cores() if sum(file.num_bytes for file in files) >= _SHARED_BYTES else 1
 
 
 def _check_settings(

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 
 from slipstream.config import Config
+from slipstream.cores import num_cores
 from slipstream.errors import ConfigError, NonFiniteError, SlipstreamError
 from slipstream.optim.rules import find_rule
 from slipstream.train.launch import launch
@@ -81,8 +82,7 @@ def default_num_workers(runs: Sequence[PlannedRun]) -> int:
     config = runs[0].config
     if config.train.device != "cpu" and torch.cuda.is_available():
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(cores // config.train.threads_per_rank, 1)
+    return max(num_cores() // config.train.threads_per_rank, 1)
 
 
 def run_many(

@@ -271,6 +271,15 @@ def test_processes_change_nothing(tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "faulty").exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell")
+def test_of_itself_it_starts_no_more_processes_than_it_has_cores(monkeypatch) -> None:
+    module = sys.modules["slipstream.data.prepare"]
+    monkeypatch.setattr(module, "_SHARED_BYTES", 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
+    assert module._num_workers([]) == 2
+
+
 def test_batches_of_encoding_change_nothing(tmp_path, monkeypatch) -> None:
     source = write_records(tmp_path / "a.jsonl", records(80))
     prepare([source], tmp_path / "one")
