@@ -253,10 +253,10 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
         What `slipstream simulate async-dp --json` prints. Measured after a warm-up: ``throughput_share`` (work done
         over what the workers that are there would do alone, without messages), ``speedup_vs_sync`` (throughput over
         that of the same workers with equal shares, a ring all-reduce at each step, and all waiting for the slowest),
-        ``sync_throughput_share``, ``staleness_mean``, ``staleness_max``, ``staleness_histogram``,
-        ``staleness_mean_expected`` ((workers - 1) / ``pushes_per_step``), ``pushes_per_step`` (as counted: a push
-        is of one step at most, so where speeds differ much it may be more than the setting), ``pushes_per_s``,
-        ``cycle_s`` (a worker's, the mean),
+        ``sync_throughput_share`` (over the same work), ``staleness_mean``, ``staleness_max``,
+        ``staleness_histogram``, ``staleness_mean_expected`` ((workers - 1) / ``pushes_per_step``),
+        ``pushes_per_step`` (as counted: a push is of one step at most, so where speeds differ much it may be more than
+        the setting), ``pushes_per_s``, ``cycle_s`` (a worker's, the mean),
         ``server_in_utilisation`` and ``server_out_utilisation`` (a shard's link), ``server_apply_utilisation``,
         ``shards_needed`` (the fewest that keep all three below 80 % while nobody waits for them). Over the whole run:
         ``failures``, ``pushes_accepted``, ``pushes_rejected``, ``ledger_balanced``.
@@ -271,7 +271,7 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
     num_cycles = config.num_cycles or max(LEAST_CYCLES, math.ceil(PUSHES_MEASURED / fleet.num_workers))
     simulation = AsyncSimulation(fleet, num_cycles=num_cycles)
     begin, end = simulation.run()
-    seconds = end.now_s - begin.now_s
+    seconds, capacity = end.now_s - begin.now_s, end.capacity - begin.capacity
     staleness = end.staleness - begin.staleness
     num_pushes = staleness.total()
     pushes_per_step = num_pushes / (end.version - begin.version)
@@ -281,8 +281,8 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
     sequencer = simulation.sequencer
     return {
         "num_workers": fleet.num_workers,
-        "throughput_share": (end.units - begin.units) / (end.capacity - begin.capacity),
-        "sync_throughput_share": sync_units_per_s / sum(fleet.own_units_per_s),
+        "throughput_share": (end.units - begin.units) / capacity,
+        "sync_throughput_share": sync_units_per_s * seconds / capacity,
         "speedup_vs_sync": units_per_s / sync_units_per_s,
         "staleness_mean": sum(each * count for each, count in staleness.items()) / num_pushes,
         "staleness_mean_expected": (fleet.num_workers - 1) / pushes_per_step,
