@@ -301,7 +301,7 @@ def write(folder: Path, times: dict[str, Any], *, grid: Path, out: Path, into: P
         f"* {found['cpu']}, {found['num_cores']} cores, one thread a stage; torch {found['torch']}",
         f"* {num_steps} steps of {config.batch_tokens:,} tokens; seeds that finished: "
         f"{', '.join(str(seed) for seed in rows[0].result.val_loss)}; validation on "
-        f"{config.evaluate.num_sequences * config.data.sequence_length:,} tokens of authors held out",
+        f"{config.evaluate.num_sequences * config.data.sequence_length:,} tokens, the first of the authors held out",
         f"* timed: {times['num_steps'] - NUM_WARMUP_STEPS - 1} steps in each of {len(times['cases'][0]['rounds'])} "
         f"rounds in which the arms took turns; load average before and after: "
         f"{found['load_average_before']:.2f}, {found['load_average_after']:.2f}",
