@@ -111,6 +111,15 @@ class HubTokenizer:
         """Return 64 hex digits of ``tokenizer.json`` and the end-of-document id."""
         return fingerprint_of({"kind": self.name, "tokenizer": json.loads(self._text), "eos_id": self.eos_id})
 
+    def begin_ids(self) -> tuple[int, ...]:
+        """Return the ids that its file puts before a text by itself; :meth:`encode` leaves them out."""
+        if not self._backend.num_special_tokens_to_add(is_pair=False):
+            return ()
+        # Around a text that is not empty, which parts what comes before it from what comes after.
+        encoding = self._backend.encode("a")
+        pairs = zip(encoding.ids, encoding.special_tokens_mask)
+        return tuple(i for i, _ in itertools.takewhile(lambda pair: pair[1], pairs))
+
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer into a folder that exists."""
         (Path(folder) / BPE_FILE).write_text(self._text, encoding="utf-8")
@@ -168,6 +177,12 @@ def open_hub_tokenizer(folder: str | Path) -> Tokenizer:
     return HubTokenizer(_tokenizer_text(folder), _end_id(folder))
 
 
+def named_begin_id(folder: str | Path) -> int | None:
+    """Return the id of the token that a model folder names as the one that begins a text; ``None``: it names none."""
+    folder = Path(folder)
+    return _named_id(folder, "bos_token", _backend_of(_tokenizer_text(folder), source=f"the tokenizer in {folder}"))
+
+
 def read_hub_tokenizer(folder: str | Path) -> HubTokenizer:
     """Read what :meth:`HubTokenizer.save` wrote."""
     end = _json(Path(folder) / IDENTITY_FILE).get("eos_id")
@@ -200,11 +215,8 @@ def _backend_of(text: str, *, source: Path | str) -> tokenizers.Tokenizer:
 
 def _end_id(folder: Path) -> int:
     backend = _backend_of(_tokenizer_text(folder), source=f"the tokenizer in {folder}")
-    for name in _CONFIGS:
-        token = _json(folder / name).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
-            return int(found)
+    if (named := _named_id(folder, "eos_token", backend)) is not None:
+        return named
     for name in _MODEL_CONFIGS:
         found = _json(folder / name).get("eos_token_id")
         found = found[0] if isinstance(found, list) and found else found
@@ -214,6 +226,15 @@ def _end_id(folder: Path) -> int:
         f'no token that ends a text is named in {folder}. Put "eos_token" into its {CONFIG_FILE}: documents are '
         "parted by it."
     )
+
+
+def _named_id(folder: Path, role: str, backend: tokenizers.Tokenizer) -> int | None:
+    for name in _CONFIGS:
+        token = _json(folder / name).get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
+            return int(found)
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

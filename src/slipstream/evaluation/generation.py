@@ -57,7 +57,7 @@ def generate(
     check_text(prompt, what="the prompt")
     tokenizer, module = model.need_tokenizer(), model.module(device)
     generator = torch.Generator().manual_seed(seed)
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    ids = model.begun(tokenizer.encode(prompt))
     model.check_ids(ids)
     start = len(ids)
     while len(ids) < start + max_new_tokens:

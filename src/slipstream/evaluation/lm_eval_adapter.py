@@ -49,6 +49,7 @@ class SlipstreamLM(LM):
         self._model = open_trained(path, weights=weights)
         self._device = device
         self._scorer = Scorer(self._model, device=device, max_length=max_length)
+        self._num_written = 0
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score continuations of contexts."""
@@ -65,11 +66,14 @@ class SlipstreamLM(LM):
 
     def _continue(self, context: str, settings: dict[str, Any]) -> str:
         stops = settings.get("until") or []
+        # A request may be asked many times, to vote among the answers: each draw is another one.
+        seed, self._num_written = self._num_written, self._num_written + 1
         written = generate(
             self._model,
             context,
             max_new_tokens=int(settings.get("max_gen_toks", 256)),
             temperature=float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0,
+            seed=seed,
             device=self._device,
         )
         text = written.text

@@ -63,7 +63,7 @@ class Scorer:
 
         Args:
             requests: Pairs (context, continuation). White space at the end of a context counts to the continuation;
-                an empty context stands for the end of a document.
+                an empty context stands for the beginning of a document.
 
         Returns:
             A score for each. What does not fit is cut off the context's beginning; a continuation that alone does not
@@ -73,7 +73,7 @@ class Scorer:
         return self._score(list(windows), len(requests))
 
     def rolling(self, texts: Sequence[str]) -> list[tuple[Score, int]]:
-        """Score whole texts, each from the end of a document before it; return scores and numbers of tokens.
+        """Score whole texts, each from the beginning of a document; return scores and numbers of tokens.
 
         Cut into windows of ``max_length`` tokens, each predicted once; the first token of a window is predicted from
         the last of the window before, and the last window reaches back so that it is full.
@@ -87,14 +87,16 @@ class Scorer:
         return self._score(list(windows), len(texts))
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a context and of what continues it, parted where the context's own ids end."""
-        if not context:
-            return [self.tokenizer.eos_id], self.tokenizer.encode(continuation)
-        stripped = context.rstrip()
+        """Return the ids of a context and of what continues it, parted where the context's own ids end.
+
+        Before the context is what the model was trained to see before every text.
+        """
         whole = self.tokenizer.encode(context + continuation)
-        ids = self.tokenizer.encode(stripped)
-        # A context of nothing but white space leaves no id to predict from.
-        return (ids, whole[len(ids) :]) if ids else ([self.tokenizer.eos_id], whole)
+        if not context:
+            return [self._model.first_id], whole
+        ids = self.tokenizer.encode(context.rstrip())
+        # A context of nothing but white space may leave no id to predict from.
+        return self._model.begun(ids), whole[len(ids) :]
 
     def _windows(self, request: int, context: str, continuation: str) -> Iterator[_Window]:
         before, after = self.encode_pair(context, continuation)
@@ -106,7 +108,7 @@ class Scorer:
             yield _Window(request, tuple(tokens[max(0, end - self.max_length - 1) : end]), num_predicted)
 
     def _rolled(self, request: int, ids: list[int]) -> Iterator[_Window]:
-        tokens = [self.tokenizer.eos_id, *ids]
+        tokens = [self._model.first_id, *ids]
         for start in range(0, len(ids), self.max_length):
             end = min(start + self.max_length, len(ids))
             yield _Window(request, tuple(tokens[max(0, end - self.max_length) : end + 1]), end - start)

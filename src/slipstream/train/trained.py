@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.assembly import llama_parts
 from slipstream.config import Config, ModelConfig, from_dict
-from slipstream.data.hub_tokenizer import open_hub_tokenizer
+from slipstream.data.hub_tokenizer import HubTokenizer, named_begin_id, open_hub_tokenizer
 from slipstream.data.tokenizer import IDENTITY_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.executor import Point
@@ -46,6 +46,10 @@ class TrainedModel:
     """Tokens of the sequences it was trained on."""
     step: int | None = None
     """Updates made; ``None``: not a run."""
+    begin_ids: tuple[int, ...] = ()
+    """What the model was trained to see before every text; nothing where it was trained here."""
+    prefix_id: int | None = None
+    """What stands before a first token that is predicted from no text; ``None``: the end of a document."""
 
     def module(self, device: torch.device | str = "cpu") -> Stage:
         """Return the model in float32, ready to compute without dropout or gradients."""
@@ -64,6 +68,15 @@ class TrainedModel:
             open_hub_tokenizer(self.path)  # says what is missing
             raise DataError(f"{self.path} has no tokenizer. Put its tokenizer.json there.")
         return self.tokenizer
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text as the model takes it: after what begins one, and never none."""
+        return [*self.begin_ids, *ids] or [self.first_id]
+
+    @property
+    def first_id(self) -> int:
+        """The id from which the first token of a text is predicted."""
+        return self.need_tokenizer().eos_id if self.prefix_id is None else self.prefix_id
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Make sure that the model has every id that its tokenizer gave a text.
@@ -195,11 +208,16 @@ def _tokenizer_of_run(run_dir: RunDir, config: Config, *, fingerprint: str) -> T
 
 def _of_hub(folder: Path) -> TrainedModel:
     model = open_hub_model(folder)
-    has_tokenizer = (folder / IDENTITY_FILE).is_file() or (folder / "tokenizer.json").is_file()
+    is_ours = (folder / IDENTITY_FILE).is_file()
+    tokenizer = open_hub_tokenizer(folder) if is_ours or (folder / "tokenizer.json").is_file() else None
+    # An export of ours may hold a tokenizer of the hub, but was trained on documents that nothing began.
+    theirs = tokenizer if isinstance(tokenizer, HubTokenizer) and not is_ours else None
     return TrainedModel(
         path=folder,
         cfg=model.cfg,
         weights=model.weights(),
-        tokenizer=open_hub_tokenizer(folder) if has_tokenizer else None,
+        tokenizer=tokenizer,
         context_length=model.context_length,
+        begin_ids=() if theirs is None else theirs.begin_ids(),
+        prefix_id=None if theirs is None else named_begin_id(folder),
     )

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from slipstream.data.hub_tokenizer import HubTokenizer, open_hub_tokenizer, write_hub_tokenizer
+from slipstream.data.hub_tokenizer import HubTokenizer, named_begin_id, open_hub_tokenizer, write_hub_tokenizer
 from slipstream.data.text_checks import same_ids
 from slipstream.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from slipstream.errors import DataError
@@ -90,6 +90,35 @@ def test_what_the_hub_puts_around_a_text_is_not_written(tmp_path):
     written = tokenizers.Tokenizer.from_file(str(tmp_path / "written" / "tokenizer.json"))
     assert written.encode("to be").ids == theirs.encode("to be") != backend.encode("to be").ids
     assert same_ids(open_hub_tokenizer(tmp_path / "written"), theirs)
+
+
+@pytest.mark.parametrize(
+    ("around", "begin"), [("$A", ()), ("<s> $A", (5,)), ("<s> $A <|endoftext|>", (5,)), ("$A <|endoftext|>", ())]
+)
+def test_what_begins_a_text(tmp_path, around, begin):
+    """Not what ends it: a model is to go on with it."""
+    write_hub_tokenizer(tokenizer("bpe"), tmp_path, context_length=64)
+    end = tokenizer("bpe").eos_id
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_padding(direction="left", length=9)
+    backend.post_processor = processors.TemplateProcessing(
+        single=around, special_tokens=[("<s>", 5), ("<|endoftext|>", end)]
+    )
+    theirs = HubTokenizer(backend.to_str(), end)
+    assert theirs.begin_ids() == begin
+    assert theirs.encode("to be") == tokenizer("bpe").encode("to be")
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [("<s>", 1), ({"content": "<s>"}, 1), (None, None), ("<nowhere>", None), (7, None)]
+)
+def test_the_named_token_that_begins_a_text(tmp_path, named, expected):
+    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": named}))
+    # What the model's own config says is not what a tokenizer of the hub goes by.
+    (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 2}))
+    assert named_begin_id(tmp_path) == expected
 
 
 def test_bytes_of_a_tokenizer_that_writes_spaces_as_low_lines():

@@ -54,6 +54,17 @@ def test_it_ends_where_the_model_ends_and_begins_where_a_document_begins(tmp_pat
     assert generate(model(tmp_path, favoured=65), "", max_new_tokens=3) == ("AAA", [65, 65, 65])
 
 
+def test_what_begins_every_text_comes_before_a_prompt(tmp_path):
+    trained = dataclasses.replace(model(tmp_path), begin_ids=(200,), prefix_id=201)
+    module = trained.module()
+    for prompt, seen in (("ab", [200, 97, 98]), ("", [200])):
+        first = int(module(torch.tensor([seen]))[0, -1].argmax())
+        written = generate(trained, prompt, max_new_tokens=1)
+        assert written == (ByteTokenizer().decode([first]), [first])
+    alone = dataclasses.replace(trained, begin_ids=())
+    assert generate(alone, "", max_new_tokens=1).ids == [int(module(torch.tensor([[201]]))[0, -1].argmax())]
+
+
 def test_rows_without_a_token_are_never_written(tmp_path):
     written = generate(model(tmp_path, vocab_size=300, favoured=299), "a", max_new_tokens=3)
     assert all(i < 257 for i in written.ids)

@@ -105,6 +105,29 @@ def test_rolling_predicts_every_token_once(model, length):
     assert score.log_likelihood == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("context", "continuation", "before", "after"),
+    [
+        ("ab", " c", [200, 97, 98], b" c"),
+        ("ab ", "c", [200, 97, 98], b" c"),
+        (" ", "c", [200], b" c"),
+        ("", "c", [201], b"c"),
+    ],
+)
+def test_what_begins_every_text_comes_before_a_context(model, context, continuation, before, after):
+    scorer = Scorer(dataclasses.replace(model, begin_ids=(200,), prefix_id=201))
+    assert scorer.encode_pair(context, continuation) == (before, list(after))
+    (score,) = scorer.log_likelihoods([(context, continuation)])
+    assert score.log_likelihood == pytest.approx(one_by_one(model, before, list(after))[0], abs=1e-4)
+
+
+def test_rolling_begins_with_what_stands_before_a_text(model):
+    scorer = Scorer(dataclasses.replace(model, begin_ids=(200,), prefix_id=201))
+    ((score, num_tokens),) = scorer.rolling(["abc"])
+    assert num_tokens == 3
+    assert score.log_likelihood == pytest.approx(one_by_one(model, [201], list(b"abc"))[0], abs=1e-4)
+
+
 def test_normed_accuracy_divides_by_characters():
     question = Question(context="", choices=("\u00e9\u00e9", "abc"), gold=0)
     assert answers(question, [Score(-2.0, False), Score(-2.5, False)]) == (True, False)
