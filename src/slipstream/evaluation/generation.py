@@ -55,7 +55,7 @@ def generate(
     if not 0 <= seed < 2**64:
         raise ConfigError(f"the seed is {seed}; allowed are whole numbers from 0 to 2^64 - 1.")
     check_text(prompt, what="the prompt")
-    tokenizer, module = model.need_tokenizer(), model.module(device)
+    tokenizer, (body, head) = model.need_tokenizer(), model.body_and_head(device)
     generator = torch.Generator().manual_seed(seed)
     ids = model.begun(tokenizer.encode(prompt))
     model.check_ids(ids)
@@ -63,7 +63,7 @@ def generate(
     while len(ids) < start + max_new_tokens:
         seen = torch.tensor([ids[-model.context_length :]], device=device)
         # Rows beyond the tokenizer's ids are padding of the embedding.
-        logits_V = module(seen)[0, -1, : tokenizer.vocab_size].double().cpu()
+        logits_V = head(body(seen)[0, -1])[: tokenizer.vocab_size].double().cpu()
         if not logits_V.isfinite().all():
             raise NonFiniteError(
                 "the model gives logits that are not finite numbers, so it cannot write. Take an earlier checkpoint of "

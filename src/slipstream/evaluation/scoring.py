@@ -13,7 +13,7 @@ from slipstream.train.trained import TrainedModel
 
 BATCH_TOKENS = 8192
 BATCH_LOGITS = 2**25
-"""Most logits held at once: 128 MiB."""
+"""Most logits made at once: 128 MiB, and four times as much on the way to log-probabilities in float64."""
 
 
 class Score(NamedTuple):
@@ -54,9 +54,9 @@ class Scorer:
         if self.max_length < 1:
             raise ConfigError(f"max_length is {self.max_length}; it must be 1 or more.")
         self._model = model
-        self._module = model.module(device)
+        self._body, self._head = model.body_and_head(device)
         self._device = torch.device(device)
-        self._batch_tokens = max(1, min(BATCH_TOKENS, BATCH_LOGITS // model.cfg.vocab_size))
+        self._positions_at_once = max(1, BATCH_LOGITS // model.cfg.vocab_size)
 
     def log_likelihoods(self, requests: Sequence[tuple[str, str]]) -> list[Score]:
         """Score continuations of contexts.
@@ -120,15 +120,20 @@ class Scorer:
         by_input: dict[tuple[int, ...], list[_Window]] = {}
         for window in windows:
             by_input.setdefault(window.tokens[:-1], []).append(window)
-        for batch in _batches(sorted(by_input, key=len, reverse=True), self._batch_tokens):
-            for inputs, logits_TV in zip(batch, self._logits(batch)):
-                longest = max(window.num_predicted for window in by_input[inputs])
-                logs_TV = torch.log_softmax(logits_TV[len(inputs) - longest : len(inputs)].double(), dim=-1)
-                for window in by_input[inputs]:
-                    targets_T = torch.tensor(window.tokens[-window.num_predicted :], device=self._device)
-                    predicted_TV = logs_TV[longest - window.num_predicted :]
-                    totals[window.request] += float(predicted_TV.gather(1, targets_T.unsqueeze(1)).sum())
-                    greedy[window.request] &= bool((predicted_TV.argmax(-1) == targets_T).all())
+        for batch in _batches(sorted(by_input, key=len, reverse=True), BATCH_TOKENS):
+            for inputs, hidden_TD in zip(batch, self._hidden(batch)):
+                some = by_input[inputs]
+                first = len(inputs) - max(window.num_predicted for window in some)
+                for start in range(first, len(inputs), self._positions_at_once):
+                    end = min(start + self._positions_at_once, len(inputs))
+                    logs_TV = torch.log_softmax(self._head(hidden_TD[start:end]).double(), dim=-1)
+                    for window in some:
+                        # Position i predicts token i + 1; shorter continuations begin later.
+                        begin = max(start, len(inputs) - window.num_predicted)
+                        targets_T = torch.tensor(window.tokens[begin + 1 : end + 1], dtype=torch.int64)
+                        targets_T, predicted_TV = targets_T.to(self._device), logs_TV[begin - start :]
+                        totals[window.request] += float(predicted_TV.gather(1, targets_T.unsqueeze(1)).sum())
+                        greedy[window.request] &= bool((predicted_TV.argmax(-1) == targets_T).all())
         # NaN would order all choices alike, and the first would be taken for the model's answer.
         if not all(map(math.isfinite, totals)):
             raise NonFiniteError(
@@ -138,13 +143,13 @@ class Scorer:
         return [Score(*score) for score in zip(totals, greedy)]
 
     @torch.no_grad()
-    def _logits(self, batch: list[tuple[int, ...]]) -> Tensor:
+    def _hidden(self, batch: list[tuple[int, ...]]) -> Tensor:
         # Padded on the right: no position sees what comes after it.
         tokens_BT = torch.zeros(len(batch), len(batch[0]), dtype=torch.int64)
         for row, inputs in enumerate(batch):
             tokens_BT[row, : len(inputs)] = torch.tensor(inputs)
-        logits: Tensor = self._module(tokens_BT.to(self._device))
-        return logits
+        hidden: Tensor = self._body(tokens_BT.to(self._device))
+        return hidden
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:

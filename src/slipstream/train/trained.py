@@ -14,7 +14,7 @@ from slipstream.data.tokenizer import IDENTITY_FILE, ByteTokenizer, Tokenizer, l
 from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.executor import Point
 from slipstream.models.huggingface import is_hub_model, open_hub_model
-from slipstream.models.llama import Stage, whole_model
+from slipstream.models.llama import Head, Stage, whole_model
 from slipstream.models.parts import master_names
 from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.train.checkpoint import (
@@ -57,6 +57,13 @@ class TrainedModel:
         state = {name: self.weights[tied.get(name, name)] for name in parameter_names(self.cfg)}
         module.load_state_dict({name: tensor.to(device, torch.float32) for name, tensor in state.items()}, assign=True)
         return module.requires_grad_(False).eval()
+
+    def body_and_head(self, device: torch.device | str = "cpu") -> tuple[Stage, Head]:
+        """Return :meth:`module` in two, for logits of some positions alone: they take the most memory."""
+        body = self.module(device)
+        head, body.head = body.head, None
+        assert head is not None
+        return body, head
 
     def need_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.

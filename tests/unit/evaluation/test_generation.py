@@ -12,7 +12,7 @@ from slipstream.data.hub_tokenizer import HubTokenizer
 from slipstream.data.tokenizer import ByteTokenizer
 from slipstream.errors import ConfigError, DataError, NonFiniteError
 from slipstream.evaluation.generation import generate
-from slipstream.models.llama import whole_model
+from slipstream.models.llama import Head, whole_model
 from slipstream.train.trained import TrainedModel
 
 
@@ -38,6 +38,13 @@ def test_greedy_takes_the_likeliest_token_of_what_fits(tmp_path):
         ids.append(int(module(torch.tensor([ids[-8:]]))[0, -1].argmax()))
     assert written.ids == ids[8:]
     assert written.text == ByteTokenizer().decode(written.ids)
+
+
+def test_logits_are_made_of_the_last_position_alone(tmp_path, monkeypatch):
+    made, forward = [], Head.forward
+    monkeypatch.setattr(Head, "forward", lambda self, x: made.append(x.shape[:-1].numel()) or forward(self, x))
+    written = generate(model(tmp_path), "to be or", max_new_tokens=3)
+    assert made == [1] * len(written.ids)
 
 
 def test_a_seed_decides_the_draws(tmp_path):

@@ -14,7 +14,7 @@ from slipstream.evaluation import scoring
 from slipstream.evaluation.questions import Question
 from slipstream.evaluation.scoring import Score, Scorer
 from slipstream.evaluation.tasks import answers, multiple_choice, run_task
-from slipstream.models.llama import whole_model
+from slipstream.models.llama import Head, whole_model
 from slipstream.train.trained import TrainedModel
 
 LENGTH = 8
@@ -126,6 +126,40 @@ def test_rolling_begins_with_what_stands_before_a_text(model):
     ((score, num_tokens),) = scorer.rolling(["abc"])
     assert num_tokens == 3
     assert score.log_likelihood == pytest.approx(one_by_one(model, [201], list(b"abc"))[0], abs=1e-4)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Numbers of positions that logits were made of, a call each."""
+    numbers, forward = [], Head.forward
+
+    def counted(self, x):
+        numbers.append(x.shape[:-1].numel())
+        return forward(self, x)
+
+    monkeypatch.setattr(Head, "forward", counted)
+    return numbers
+
+
+def test_logits_are_made_of_positions_that_are_read_and_of_few_at_once(model, made, monkeypatch):
+    requests = [("abcd", " x"), ("abcd", " xyz"), ("abcd", " xyab")]
+    expected, (rolled,) = Scorer(model).log_likelihoods(requests), Scorer(model).rolling(["abcdefgh"])
+    made.clear()
+    monkeypatch.setattr(scoring, "BATCH_LOGITS", 3 * 257 + 5)
+    scorer = Scorer(model)
+    found = scorer.log_likelihoods(requests)
+    assert sorted(made) == [1, 2, 2, 3, 3]  # two, four and five tokens are predicted, from other inputs each
+    made.clear()
+    (again,) = scorer.rolling(["abcdefgh"])
+    assert made == [3, 3, 2]
+    for one, other in zip([*found, again[0]], [*expected, rolled[0]]):
+        assert one.log_likelihood == pytest.approx(other.log_likelihood, abs=1e-4)
+        assert one.is_greedy == other.is_greedy
+
+
+def test_choices_of_one_input_share_its_logits(model, made):
+    Scorer(model).log_likelihoods([("abc", "x"), ("abc", "y")])
+    assert made == [1]
 
 
 def test_normed_accuracy_divides_by_characters():
