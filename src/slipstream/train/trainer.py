@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import math
 import signal
 import statistics
@@ -13,24 +12,22 @@ from typing import Any
 
 import torch
 
-from slipstream.config import Config, config_hash
+from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.data.tokenizer import Tokenizer
-from slipstream.errors import CheckpointError, NonFiniteError
+from slipstream.errors import NonFiniteError
 from slipstream.executor import BatchSource, Executor, StepReport
 from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, run_manifest
-from slipstream.train.disk import write_whole
 from slipstream.train.evaluate import Evaluation, evaluate
 from slipstream.train.metrics import (
     JsonLines,
-    Totals,
     model_flops_utilisation,
     peak_memory_bytes,
-    read_json_lines,
     router_figures,
 )
 from slipstream.train.progress import Reporter
 from slipstream.train.rundir import RunDir
+from slipstream.train.summary import summarize
 from slipstream.train.trackers import Trackers
 
 WORKER_FIGURES = ("microbatches_by_worker", "throughput_share", "pushes_rejected", "restarts", "ledger_balanced")
@@ -214,7 +211,15 @@ class Trainer:
                 f"slipstream train --run-dir {self._run_dir.path} --resume"
             )
             return None
-        return self._summarize() if self._rank == 0 else None
+        if self._rank != 0:
+            return None
+        best = self._best if config.checkpoint.keep_best else None
+        more = {
+            "weights_sha256": self._weights_sha256,
+            "initialised_from": self._initialised_from,
+            **executor.figures(),
+        }
+        return summarize(config, self._run_dir, step=executor.step, best=best, more=more)
 
     def _record(self, report: StepReport, step_s: float) -> None:
         step, batch = report.step, report.step - 1
@@ -322,49 +327,6 @@ class Trainer:
         if self._source.state is not None and self._rank == 0:
             manifest["data_state"] = self._source.state(step)
         self._writer.save(step, self._executor.snapshot(), manifest)
-
-    def _summarize(self) -> dict[str, Any]:
-        """Return and write the figures of the whole run.
-
-        Raises:
-            CheckpointError: Rows have been lost, or nothing can be written.
-        """
-        config = self._config
-        rows = read_json_lines(self._run_dir.metrics)
-        evaluations = read_json_lines(self._run_dir.evaluations)
-        for path, found in ((self._run_dir.metrics, rows), (self._run_dir.evaluations, evaluations)):
-            if not found or found[-1]["step"] != self._executor.step:
-                raise CheckpointError(
-                    f"{path} has no row of step {self._executor.step}, the last, so that the run cannot be summed up. "
-                    "Restore the file, or train on: --resume with a larger --train.num-steps."
-                )
-        is_pipeline = config.executor == "pipeline"
-        last = evaluations[-1]
-        summary = {
-            "num_steps": self._executor.step,
-            "executor": config.executor,
-            "pipeline_schedule": config.pipeline.pipeline_schedule if is_pipeline else None,
-            "num_stages": config.pipeline.num_stages if is_pipeline else 1,
-            "num_microbatches": config.pipeline.num_microbatches,
-            "optimizer": config.optim.name,
-            "delay": config.staleness.delay,
-            "error_feedback": config.staleness.error_feedback,
-            "train_loss": rows[-1]["loss"],
-            "val_loss_before": evaluations[0]["val_loss"],
-            "val_loss": last["val_loss"],
-            "val_loss_y": last["val_loss_y"],
-            "val_bits_per_byte": last["val_bits_per_byte"],
-            "num_skipped": sum(row["skipped"] for row in rows),
-            "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
-            "weights_sha256": self._weights_sha256,
-            "config_hash": config_hash(config),
-            "initialised_from": self._initialised_from,
-        } | dataclasses.asdict(Totals.of(rows))
-        if config.checkpoint.keep_best and self._best is not None:
-            summary |= {"best_step": self._best["step"], "best_val_loss": self._best["val_loss"]}
-        summary |= self._executor.figures()
-        write_whole(self._run_dir.summary, json.dumps(summary, indent=1) + "\n")
-        return summary
 
 
 def _due(step: int, every_steps: int) -> bool:

@@ -49,6 +49,16 @@ def loss_gradient(weights: Tensor, batch: int) -> Tensor:
     return leaf.grad
 
 
+def stepped(updater: Updater, batch: int) -> Tensor:
+    """Make a batch's update, one step late, and return the version that it makes."""
+    weights, version = updater.weights, max(batch - 1, 0)
+    gradient = Gradient(
+        tensors={"w": loss_gradient(weights.read(version)["w"], batch)}, read_version=version, num_tokens=1
+    )
+    updater.step(gradient, global_norm(gradient.norms(["w"])))
+    return weights.read(batch + 1)["w"].clone()
+
+
 def published_weights(
     make_optimizer, coefficient: float, *, lr_factor=falling, has_history: bool = False
 ) -> list[Tensor]:
@@ -68,12 +78,7 @@ def published_weights(
     updater.publish.load_state_dict({"has_history": has_history})
     versions = [weights.read(0)["w"].clone()]
     for batch in range(STEPS):
-        version = max(batch - 1, 0)
-        gradient = Gradient(
-            tensors={"w": loss_gradient(weights.read(version)["w"], batch)}, read_version=version, num_tokens=1
-        )
-        updater.step(gradient, global_norm(gradient.norms(["w"])))
-        versions.append(weights.read(batch + 1)["w"].clone())
+        versions.append(stepped(updater, batch))
     return versions
 
 
@@ -249,12 +254,7 @@ def weights_when_resumed(before: str, after: str, save=as_saved, *, at: int = 4)
             saved: Mapping[str, Any] = updater.state_dict() | {"publish": save(updater.publish, batch)}
             updater.publish = WINDOWS[after]()
             updater.load_state_dict(json.loads(json.dumps(saved)))
-        version = max(batch - 1, 0)
-        gradient = Gradient(
-            tensors={"w": loss_gradient(weights.read(version)["w"], batch)}, read_version=version, num_tokens=1
-        )
-        updater.step(gradient, global_norm(gradient.norms(["w"])))
-        versions.append(weights.read(batch + 1)["w"].clone())
+        versions.append(stepped(updater, batch))
     return versions
 
 
