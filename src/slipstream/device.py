@@ -6,6 +6,7 @@ import torch
 
 from slipstream.config import Config
 from slipstream.errors import ConfigError
+from slipstream.heap import keep_freed_memory
 
 
 def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
@@ -43,12 +44,14 @@ def device_of(device: torch.device, index: int) -> torch.device:
 
 
 def settle(config: Config, device: torch.device) -> None:
-    """Set this process up to compute for a run: its threads, and on CUDA kernels that repeat their bits.
+    """Set this process up to compute for a run: its threads, its memory, and on CUDA kernels that repeat their bits.
 
     Without them a resumed run would not equal a continuous one. Where CUDA knows no such kernel torch warns and goes on
     with another.
     """
     torch.set_num_threads(config.train.threads_per_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type == "cuda":
         # Else NCCL and whatever names no device would open a context on the first one as well.
         torch.cuda.set_device(device)

@@ -31,7 +31,8 @@ class StepReport:
             several gradients made the update.
         num_tokens: Valid target tokens of the batch.
         skipped: The gradient was not finite and the weights stayed.
-        idle_s: Seconds that ranks waited for one another since the report before, summed over ranks.
+        idle_s: Seconds that ranks waited for one another since the report before, summed over ranks; ``None``: nobody
+            counts them.
         num_ranks: Ranks that ``idle_s`` is summed over.
         num_devices: GPUs that computed the batch.
         stop: Every rank ends after this step, because one of them asked for it.
@@ -47,7 +48,7 @@ class StepReport:
     staleness: int
     num_tokens: int
     skipped: bool
-    idle_s: float = 0.0
+    idle_s: float | None = 0.0
     num_ranks: int = 1
     num_devices: float = 1
     stop: bool = False

@@ -356,7 +356,7 @@ class EvaluateConfig:
     every_steps: int = 0
     """Updates between evaluations; 0: only before the first and after the last."""
     num_sequences: int = 256
-    """Validation sequences read, from the first on; fewer where the split has fewer."""
+    """Validation sequences read, spread evenly over the split; all where the split has no more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

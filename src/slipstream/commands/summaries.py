@@ -21,7 +21,7 @@ def summary_table(summary: Summary, other: Summary | None, *, run_dir: str) -> s
         ("tokens per second", [f"{run['tokens_per_s']:.0f}" for run in runs]),
         ("staleness, mean / max", [f"{run['staleness_mean']:.3f} / {run['staleness_max']}" for run in runs]),
         *_share_row(runs),
-        ("bubble fraction", [f"{run['bubble_fraction']:.1%}" for run in runs]),
+        ("bubble fraction", [_bubble_text(run["bubble_fraction"]) for run in runs]),
         ("weights sha256", [run["weights_sha256"][: 64 if other is None else 16] for run in runs]),
     ]
     name_width = max(len(name) for name, _ in rows)
@@ -42,9 +42,13 @@ def _share_row(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [("of the workers' own speeds", shares)]
 
 
+def _bubble_text(share: float | None) -> str:
+    return "not counted" if share is None else f"{share:.1%}"
+
+
 def _executor_text(summary: Summary) -> str:
     if summary["executor"] == "single":
-        return f"single, delay {summary['delay']}"
+        return "single, delays that differ" if summary["delay"] is None else f"single, delay {summary['delay']}"
     if summary["executor"] == "dataparallel":
         return f"{summary['num_workers']} workers, {summary['mode']}, {summary['engine']}"
     return f"{summary['num_stages']} stages, {summary['pipeline_schedule']}"

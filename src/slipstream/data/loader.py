@@ -79,7 +79,7 @@ class Loader:
         batch_index: Number of the first batch that iteration gives.
         sequential: In the order of the split, once, the end included: the last sequence and the last batch are filled
             up with targets of -100. For evaluation.
-        max_sequences: With ``sequential``, stop after as many; none: read all.
+        max_sequences: With ``sequential``, read as many, spread evenly over the split; none: read all.
 
     Raises:
         ConfigError: A number below its least value.
@@ -130,6 +130,7 @@ class Loader:
         available = -(-num_targets // sequence_length) if sequential else whole
         self.num_sequences = min(available, max_sequences or available)
         """Sequences an epoch."""
+        self._available = available
 
     @property
     def num_batches(self) -> int:
@@ -218,7 +219,8 @@ class Loader:
     def _window(self, number: int) -> int | None:
         """Return which sequence of the split has this number in the endless order; none beyond the end."""
         if self.sequential:
-            return number if number < self.num_sequences else None
+            # Spread: the first ones would all be of one document, or of the first kind of text.
+            return number * self._available // self.num_sequences if number < self.num_sequences else None
         epoch, position = divmod(number, self.num_sequences)
         return int(self._order(epoch)[position])
 

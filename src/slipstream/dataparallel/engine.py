@@ -119,6 +119,7 @@ class Engine(abc.ABC):
             num_tokens=sum(record.num_tokens),
             num_devices=num_devices(self.config, self.device),
             skipped=update.skipped,
+            idle_s=None,  # workers of one process each wait for the server alone, which throughput_share tells
             stop=stop,
             step_s=step_s,
             router=tuple(RouterReport(*row) for row in self.server.router_tally.take()),

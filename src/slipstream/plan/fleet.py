@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 from slipstream.config import Switch
 from slipstream.dataparallel.emulation import Emulation
@@ -58,13 +59,23 @@ class FleetConfig:
     num_shards: int = 1
     """Machines that the server's weights are divided among."""
     num_stages: int = 1
-    """Pipeline stages of a worker, which have a link each; the synchronous twin drains its pipeline at every step."""
+    """Pipeline stages of a worker, which have a link each; --microbatch-ms is then the time on one stage. The
+    synchronous twin drains its pipeline at every step."""
+    pipeline_schedule: Literal["two_bw", "one_f_one_b"] = "two_bw"
+    """With --num-stages above 1: `two_bw` goes on with the next gradient while the one before is finished, so that each
+    is stale by one of the worker's own; `one_f_one_b` drains between two. With --local-steps a pipeline drains where it
+    pushes, with `one_f_one_b` at each of the steps."""
     sync_overlap: float = 0.0
     """Share of the synchronous twin's compute time in which it can exchange gradients at the same time."""
     num_cycles: int = 0
     """Cycles of each worker to measure, on average; 0: as many as make 8000 pushes, at least 20."""
     seed: int = 0
     """Seed of everything drawn."""
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether a worker goes on with the next gradient before it has pushed the last: its pipeline never drains."""
+        return self.num_stages > 1 and self.pipeline_schedule == "two_bw" and self.local_steps == 1
 
     def check(self) -> None:
         """Refuse numbers outside their range.
@@ -83,6 +94,11 @@ class FleetConfig:
         for name in ("num_parameters", "wire_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name):g}; give a finite number of more than 0.")
+        if self.asks_ahead and self.microbatches_per_worker < self.num_stages - 1:
+            raise ConfigError(
+                f"microbatches_per_worker is {self.microbatches_per_worker}; two_bw with {self.num_stages} stages "
+                f"needs {self.num_stages - 1} at least. Give more, or --pipeline-schedule one_f_one_b."
+            )
         for name in ("link_gbps", "server_ms", "failures_per_hour", "restart_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name):g}; give a finite number of 0 or more.")
@@ -104,7 +120,9 @@ class Fleet:
         pushes_per_step: That make a step.
         unit_s: Seconds of one *unit* at speed 1. A worker's cycle is a number of units; a unit is one microbatch in
             each of the local steps.
-        own_units_per_s: What each worker reaches alone, with its jitter and stragglers and without messages.
+        fill_units: Units that pass while the pipeline of a worker fills and drains, beside those of its cycle.
+        own_units_per_s: What each worker reaches alone, with its jitter and stragglers and without messages; what its
+            pipeline idles is not taken off.
         transfer_s: Seconds of a model, or of a gradient of it, over a worker's links.
         shard_transfer_s: Seconds it takes of each shard's link.
         apply_s: Seconds a push takes of each shard.
@@ -132,6 +150,8 @@ class Fleet:
         self._cycles = Emulation(microbatch_s=self.unit_s, speeds=speeds, jitter=sigma_of_mean, seed=config.seed)
         self._steps = dataclasses.replace(self._cycles, microbatch_s=config.microbatch_ms / 1000, jitter=sigma)
         self._mean_slowness = 1 + config.straggler_fraction * (config.straggler_slowdown - 1)
+        num_fills = config.local_steps if config.pipeline_schedule == "one_f_one_b" else 1
+        self.fill_units = (config.num_stages - 1) * num_fills / config.local_steps
         self.own_units_per_s = tuple(speed / (self.unit_s * self._mean_slowness) for speed in speeds)
         per_link_s = config.num_parameters * config.wire_bytes * 8e-9 / config.link_gbps if config.link_gbps else 0.0
         self.transfer_s = per_link_s / config.num_stages
@@ -189,14 +209,41 @@ class Fleet:
         Args:
             most_busy: The utilisation, from 0 to 1.
         """
-        share = self.config.microbatches_per_worker
-        total = sum(self.own_units_per_s)
-        if self.config.dynamic_batches:
-            pushes_per_s = self.num_workers / (self.num_workers * share / total + 2 * self.transfer_s)
-        else:
-            pushes_per_s = sum(1 / (share / speed + 2 * self.transfer_s) for speed in self.own_units_per_s)
+        # Nothing fills anew, and messages pass beside the computation, where a pipeline does not drain.
+        fill, messages_s = (0.0, 0.0) if self.config.asks_ahead else (self.fill_units, 2 * self.transfer_s)
+        pushes_per_s = sum(
+            1 / ((share + fill) / speed + messages_s)
+            for share, speed in zip(self._shares(), self.own_units_per_s, strict=True)
+        )
         whole_s = self.config.num_shards * max(self.shard_transfer_s, self.apply_s)
         return max(1, math.ceil(pushes_per_s * whole_s / most_busy - 1e-9))
+
+    def staleness_mean_expected(self, pushes_per_step: float) -> float:
+        """Return the mean staleness of a gradient where messages take no time and nobody fails.
+
+        Worker w pushes every n_w u_w seconds, n_w microbatches of u_w each. A drained pipeline reads after its push, so
+        each of the others pushes once meanwhile. One that never drains reads when its first stage begins with its last
+        microbatch and pushes (n_w + p) u_w later; so its own gradient before is missing too.
+
+        Args:
+            pushes_per_step: Pushes that make a step.
+        """
+        if not self.config.asks_ahead:
+            return (self.num_workers - 1) / pushes_per_step
+        rates = [speed / share for share, speed in zip(self._shares(), self.own_units_per_s, strict=True)]
+        others = sum(
+            (1 + self.config.num_stages / share) * (1 - rate / sum(rates))
+            for share, rate in zip(self._shares(), rates, strict=True)
+        )
+        return (1 + others) / pushes_per_step
+
+    def _shares(self) -> list[float]:
+        """Return the microbatches of each worker's cycle, on average."""
+        share = self.config.microbatches_per_worker
+        if not self.config.dynamic_batches:
+            return [float(share)] * self.num_workers
+        mean = sum(self.own_units_per_s) / self.num_workers
+        return [share * speed / mean for speed in self.own_units_per_s]
 
     def _slowness(self, worker: int, cycle: int, *, num_steps: int) -> float:
         fraction = self.config.straggler_fraction

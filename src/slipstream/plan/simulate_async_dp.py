@@ -7,7 +7,11 @@ Nothing is computed; workers, links and server only take time::
     server link in                                     |=push=|
     server                                                    |apply|  then the next order
 
-A worker does one thing at a time: it neither fetches nor pushes while it computes.
+A worker of one stage does one thing at a time: it neither fetches nor pushes while it computes. One that is a pipeline
+and does not drain asks when its first stage begins with its last microbatch, and has up to two orders::
+
+    first stage  |-- compute 0 --|-- compute 1 --|-- compute 2 --|
+    last one done                     |push 0         |push 1         |push 2
 """
 
 import collections
@@ -22,6 +26,7 @@ from slipstream.dataparallel.ledger import Ledger
 from slipstream.dataparallel.messages import Order, Push
 from slipstream.dataparallel.sequencer import Sequencer
 from slipstream.errors import ConfigError
+from slipstream.pipeline.cycle_order import NUM_BUFFERS
 from slipstream.plan.fleet import Fleet, FleetConfig
 from slipstream.plan.station import Station
 
@@ -46,12 +51,20 @@ class Seat:
         is_here: Whether it lives.
         sequence: Pushes made by this incarnation.
         cycles: Cycles begun, over all.
+        num_orders: Given and not yet pushed.
+        is_asking: It could take another order once one of these is pushed.
+        free_s: When its first stage is done with all it has.
+        done_s: When its last stage is.
     """
 
     incarnation: int = 0
     is_here: bool = False
     sequence: int = 0
     cycles: int = 0
+    num_orders: int = 0
+    is_asking: bool = False
+    free_s: float = 0.0
+    done_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +106,11 @@ class AsyncSimulation:
         policy = DynamicBatches if config.dynamic_batches else EqualBatches
         share = config.microbatches_per_worker
         self.sequencer = Sequencer(
-            policy(step_microbatches=fleet.pushes_per_step * share, pushes_per_step=config.pushes_per_step),
+            policy(
+                step_microbatches=fleet.pushes_per_step * share,
+                pushes_per_step=config.pushes_per_step,
+                min_microbatches=config.num_stages - 1 if config.asks_ahead else 1,
+            ),
             # A unit counts as two tokens, so that half a unit can be left over for the next step.
             Ledger(microbatch_tokens=2),
             max_staleness=config.max_staleness,
@@ -173,7 +190,8 @@ class AsyncSimulation:
         """Let a worker come, or come back."""
         seat = self._seats[worker]
         seat.incarnation += 1
-        seat.sequence = 0
+        seat.sequence = seat.num_orders = 0
+        seat.is_asking, seat.free_s, seat.done_s = False, self._queue.now_s, self._queue.now_s
         if not seat.is_here:
             seat.is_here = True
             self._live_units_per_s += self._fleet.own_units_per_s[worker]
@@ -204,15 +222,34 @@ class AsyncSimulation:
 
     def _start(self, order: Order) -> None:
         """Fetch the weights and compute."""
-        seat, now_s = self._seats[order.worker], self._queue.now_s
+        seat, now_s, count = self._seats[order.worker], self._queue.now_s, order.lease.num_microbatches
         seat.sequence += 1
         seat.cycles += 1
-        fetched_s = self._out.serve(now_s)
-        compute_s = self._fleet.cycle_s(order.worker, seat.cycles, order.lease.num_microbatches)
-        sequence, fetch_s = seat.sequence, fetched_s - now_s
-        self._queue.schedule(
-            fetched_s + compute_s, lambda: self._send(order, sequence, compute_s=compute_s, fetch_s=fetch_s)
-        )
+        seat.num_orders += 1
+        begin_s = max(self._out.serve(now_s), seat.free_s)
+        fetch_s = begin_s - max(now_s, seat.free_s)  # that no computation hid
+        work_s = self._fleet.cycle_s(order.worker, seat.cycles, count)
+        unit_s = work_s / count
+        fill_s = self._fleet.fill_units * unit_s
+        # Through all stages in order: the first microbatch's backward ends no sooner than the last one's before.
+        done_s = max(begin_s + fill_s, seat.done_s) + work_s
+        # Of a pipeline that is not empty, the time since the gradient before.
+        compute_s = done_s - seat.done_s - fetch_s if seat.done_s > begin_s else done_s - begin_s
+        seat.free_s, seat.done_s = done_s - fill_s, done_s
+        sequence = seat.sequence
+        self._queue.schedule(done_s, lambda: self._send(order, sequence, compute_s=compute_s, fetch_s=fetch_s))
+        if self._fleet.config.asks_ahead:
+            self._queue.schedule(seat.free_s - unit_s, lambda: self._ask_ahead(order))
+
+    def _ask_ahead(self, order: Order) -> None:
+        """Ask for the next order while this one is computed, or once the one before it is pushed."""
+        seat = self._seats[order.worker]
+        if not seat.is_here or order.incarnation != seat.incarnation:
+            return
+        if seat.num_orders < NUM_BUFFERS:
+            self._ask(order.worker)
+        else:
+            seat.is_asking = True
 
     def _send(self, order: Order, sequence: int, *, compute_s: float, fetch_s: float) -> None:
         """Push what was computed."""
@@ -239,7 +276,11 @@ class AsyncSimulation:
     def _arrive(self, push: Push) -> None:
         seat = self._seats[push.worker]
         self.sequencer.push(push)
-        if seat.is_here and push.incarnation == seat.incarnation:
+        if not seat.is_here or push.incarnation != seat.incarnation:
+            return
+        seat.num_orders -= 1
+        if seat.is_asking or not self._fleet.config.asks_ahead:
+            seat.is_asking = False
             self._ask(push.worker)
 
 
@@ -254,7 +295,7 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
         over what the workers that are there would do alone, without messages), ``speedup_vs_sync`` (throughput over
         that of the same workers with equal shares, a ring all-reduce at each step, and all waiting for the slowest),
         ``sync_throughput_share`` (over the same work), ``staleness_mean``, ``staleness_max``,
-        ``staleness_histogram``, ``staleness_mean_expected`` ((workers - 1) / ``pushes_per_step``),
+        ``staleness_histogram``, ``staleness_mean_expected`` (:meth:`Fleet.staleness_mean_expected`),
         ``pushes_per_step`` (as counted: a push is of one step at most, so where speeds differ much it may be more than
         the setting), ``pushes_per_s``, ``cycle_s`` (a worker's, the mean),
         ``server_in_utilisation`` and ``server_out_utilisation`` (a shard's link), ``server_apply_utilisation``,
@@ -285,7 +326,7 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
         "sync_throughput_share": sync_units_per_s * seconds / capacity,
         "speedup_vs_sync": units_per_s / sync_units_per_s,
         "staleness_mean": sum(each * count for each, count in staleness.items()) / num_pushes,
-        "staleness_mean_expected": (fleet.num_workers - 1) / pushes_per_step,
+        "staleness_mean_expected": fleet.staleness_mean_expected(pushes_per_step),
         "staleness_max": max(staleness),
         "staleness_histogram": {str(each): count for each, count in sorted(staleness.items())},
         "pushes_per_step": pushes_per_step,

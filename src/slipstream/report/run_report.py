@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config, StalenessConfig, flattened, to_dict, to_toml
+from slipstream.config import Config, flattened, to_dict, to_toml
 from slipstream.errors import ConfigError
 from slipstream.models.shapes import num_parameters
 from slipstream.report.figures import DataTable
@@ -15,6 +15,7 @@ from slipstream.report.run_charts import run_sections
 from slipstream.report.run_timeline import timeline_svg
 from slipstream.report.run_verdict import final_loss, totals, verdict
 from slipstream.report.runs import Run, colour, open_runs, units_of
+from slipstream.staleness.words import delay_words
 from slipstream.train.metrics import duration, quantity
 
 MAX_RUNS = 16
@@ -98,30 +99,15 @@ def _sentences(runs: Sequence[Run]) -> list[str]:
 
 def _kind(config: Config) -> str:
     """Return what trained, in a few words."""
-    optimizer, staleness = config.optim.name, config.staleness
-    remedy = f", error feedback {staleness.error_feedback}" if staleness.error_feedback else ""
+    optimizer, coefficient = config.optim.name, config.staleness.error_feedback
+    remedy = f", error feedback {coefficient}" if coefficient else ""
     if config.executor == "pipeline":
         where = f"pipeline of {config.pipeline.num_stages} stages, {config.pipeline.pipeline_schedule}"
     elif config.executor == "dataparallel":
         where = f"{config.dataparallel.num_workers} workers, {config.dataparallel.mode}, engine {config.engine}"
     else:
-        where = f"one process, {_delay(staleness)}"
+        where = f"one process, {delay_words(config)}"
     return f"{where}, {optimizer}{remedy}"
-
-
-def _delay(staleness: StalenessConfig) -> str:
-    """Return what is delayed in one process; settings that say so by themselves leave the number at 0."""
-    if staleness.delay_stages:
-        text = f"delay by stage, {staleness.delay_stages - 1} to 0"
-    elif staleness.delay_weights:
-        text = "drawn delay"
-    elif staleness.delay_replay:
-        text = "replayed delay"
-    elif not staleness.delay:
-        return "delay 0"
-    else:
-        text = f"delay {staleness.delay}"
-    return f"{text} of some parameters" if staleness.delay_roles or staleness.delay_blocks else text
 
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
@@ -140,10 +126,10 @@ def _card(run: Run, css: str) -> str:
     """Return a run's figures at a glance."""
     loss, total = final_loss(run), totals(run)
     value, kind = (float(run.figures("loss")[-1]), "training") if loss is None else (loss, "validation")
+    idle = "" if total.bubble_fraction is None else f"{total.bubble_fraction:.1%} idle, "
     lines = [
         f"{total.tokens_per_s:,.0f} {run.units} a second",
-        f"{f'{total.bubble_fraction:.1%} idle, ' if run.tells_idle else ''}staleness {total.staleness_mean:.2f} / "
-        f"{total.staleness_max}",
+        f"{idle}staleness {total.staleness_mean:.2f} / {total.staleness_max}",
         f"{duration(float(run.seconds[-1]))}, {quantity(float(run.tokens[-1]))} {run.units}",
     ]
     return card(
@@ -202,7 +188,7 @@ def _figures_table(runs: Sequence[Run]) -> DataTable:
                 _text(figures["val_bits_per_byte"]),
                 _text(figures["train_loss"]),
                 f"{figures['tokens_per_s']:,.0f}",
-                f"{figures['bubble_fraction']:.1%}" if run.tells_idle else "",
+                "" if figures["bubble_fraction"] is None else f"{figures['bubble_fraction']:.1%}",
                 f"{figures['staleness_mean']:.2f} / {figures['staleness_max']}",
                 str(figures["num_skipped"]),
                 quantity(figures["peak_memory_bytes"]) + "B",

@@ -34,6 +34,8 @@ def verdict(runs: Sequence[Run]) -> list[str]:
 def totals(run: Run) -> Totals:
     """Return figures over all steps, of workers over all gradients: a step may be of more of them than another."""
     found, workers = Totals.of(run.rows), run.workers
+    if not run.tells_idle:
+        found = dataclasses.replace(found, bubble_fraction=None)
     if workers is None or workers.staleness_mean is None:
         return found
     return dataclasses.replace(found, staleness_mean=workers.staleness_mean)
@@ -72,7 +74,7 @@ def _one(run: Run) -> Iterator[str]:
             less = f", {below:.3f} below the newest" if math.isfinite(below) else ""
             yield f"It was better before: {best['val_loss']:.3f} at step {best['step']}{less}."
     total = totals(run)
-    idle = f"ranks idle {total.bubble_fraction:.1%} of the time; " if run.tells_idle else ""
+    idle = "" if total.bubble_fraction is None else f"ranks idle {total.bubble_fraction:.1%} of the time; "
     yield (
         f"{total.tokens_per_s:,.0f} {run.units} a second; {idle}"
         f"gradients {total.staleness_mean:.2f} updates stale in the mean, {total.staleness_max} at most."

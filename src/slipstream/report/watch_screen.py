@@ -77,10 +77,11 @@ def _figures(view: "View") -> Table:
         ("learning rate", f"{row['lr']:.2e}"),
         ("gradient norm", f"{row['grad_norm']:.2f}"),
         ("staleness", f"{row['staleness_mean']:.2f} / {row['staleness_max']}"),
-        ("idle", f"{_recent(view, 'bubble_fraction'):.0%}"),
         ("waits for data", f"{row['data_fraction']:.1%}"),
         ("memory", f"{quantity(row['peak_memory_bytes'])}B"),
     ]
+    if row["bubble_fraction"] is not None:
+        cells.append(("idle", f"{_recent(view, 'bubble_fraction'):.0%}"))
     if row["mfu"] is not None:
         cells.append(("of peak", f"{row['mfu']:.1%}"))
     if "router" in row:

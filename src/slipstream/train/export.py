@@ -18,6 +18,7 @@ from slipstream.executor import Point
 from slipstream.models.families import family_of
 from slipstream.models.huggingface import write_hub_model
 from slipstream.models.shapes import num_parameters
+from slipstream.staleness.words import delay_words
 from slipstream.train.checkpoint import open_checkpoint, step_folder
 from slipstream.train.rundir import RunDir
 from slipstream.train.trained import NEWEST, TrainedModel, open_trained, run_config
@@ -158,7 +159,7 @@ def _readme(model: TrainedModel, weights: Point) -> str:
         "weights": which,
         "sha256 of the run's master weights": checkpoint.manifest["weights_sha256"],
         "optimizer": config.optim.name,
-        "delay of the gradients": config.staleness.delay,
+        "gradients": delay_words(config),
         "error feedback": config.staleness.error_feedback,
         "trained with": f"Slipstream {__version__}, torch {checkpoint.manifest['versions']['torch']}",
     }

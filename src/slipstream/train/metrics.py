@@ -120,7 +120,8 @@ class Totals:
     """Figures over all steps of a run, also over its resumptions, from the rows of ``metrics.jsonl``."""
 
     tokens_per_s: float
-    bubble_fraction: float
+    bubble_fraction: float | None
+    """``None``: nobody counted how long ranks waited."""
     staleness_mean: float
     staleness_max: int
 
@@ -135,10 +136,11 @@ class Totals:
         rows = list(rows)
         timed = rows[num_warmup_rows:] if len(rows) > 2 * num_warmup_rows else rows
         time_s = max(sum(row["step_s"] for row in timed), 1e-9)
+        idle_s = [row["bubble_fraction"] * row["step_s"] for row in timed if row["bubble_fraction"] is not None]
         return cls(
             tokens_per_s=sum(row["num_tokens"] for row in timed) / time_s,
             # A share of the time, so a long step counts for as long as it took.
-            bubble_fraction=sum(row["bubble_fraction"] * row["step_s"] for row in timed) / time_s,
+            bubble_fraction=sum(idle_s) / time_s if idle_s else None,
             staleness_mean=statistics.fmean(row["staleness_mean"] for row in rows) if rows else 0.0,
             staleness_max=max((row["staleness_max"] for row in rows), default=0),
         )
@@ -203,6 +205,7 @@ def log_line(row: Mapping[str, Any], *, num_steps: int, eta_s: float) -> str:
         eta_s: Expected seconds to its end.
     """
     mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "n/a"
+    bubble = f"{row['bubble_fraction']:.0%}" if row["bubble_fraction"] is not None else "n/a"
     rate = quantity(row["tokens_per_s"]) if row["tokens_per_s"] is not None else "n/a"
     parts = [
         f"step {row['step']}/{num_steps}",
@@ -213,7 +216,7 @@ def log_line(row: Mapping[str, Any], *, num_steps: int, eta_s: float) -> str:
         f"mfu {mfu}",
         f"mem {quantity(row['peak_memory_bytes'])}",
         f"staleness {row['staleness_mean']:.1f}/{row['staleness_max']}",
-        f"bubble {row['bubble_fraction']:.0%}",
+        f"bubble {bubble}",
         f"data {row['data_fraction']:.1%}",
         f"eta {duration(eta_s)}",
     ]

@@ -30,6 +30,7 @@ from slipstream.optim.lr import rate_factor
 from slipstream.optim.muon import Muon, _lr_ratio
 from slipstream.optim.state import import_state, join_tensors
 from slipstream.plan.stability import StabilityConfig, max_stable_product
+from slipstream.staleness.words import delay_words, has_one_delay
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.curvature import Losses, adaptive_sharpness, root_preconditioner, spectral_sharpness
 from slipstream.train.rundir import RunDir
@@ -65,12 +66,13 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
         config: Run and effort.
 
     Returns:
-        ``run``, ``step``, ``delay``, ``error_feedback``, ``num_tokens``, ``loss``, and ``rules``: for each its
-        ``rule``, ``num_parameters``, ``lr`` (at the checkpoint), ``peak_lr``, ``measured`` (a sentence that says
-        what was), ``sharpness``, ``num_products``, ``lr_times_sharpness``; for adaptive rules also
-        ``sharpness_error``, ``momentum``, ``nesterov``, ``limits`` (largest stable ``lr_times_sharpness`` by
-        setting) and ``lr_limits`` (the rates at which this sharpness meets them; ``None``: none does); for Muon
-        ``gradient_dual_norm`` and ``share_of_gradient``.
+        ``run``, ``step``, ``delay`` (``None``: gradients differ), ``gradients`` (the same in words),
+        ``error_feedback``, ``num_tokens``, ``loss``, and ``rules``: for each its ``rule``, ``num_parameters``, ``lr``
+        (at the checkpoint), ``peak_lr``, ``measured`` (a sentence that says what was), ``sharpness``,
+        ``num_products``, ``lr_times_sharpness``; for adaptive rules also ``sharpness_error``, ``momentum``,
+        ``nesterov``, ``limits`` (largest stable ``lr_times_sharpness`` by setting) and ``lr_limits`` (the rates at
+        which this sharpness meets them; ``None``: none does); for Muon ``gradient_dual_norm`` and
+        ``share_of_gradient``.
 
     Raises:
         CheckpointError: There is no complete checkpoint, or none that holds what is needed.
@@ -94,7 +96,8 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
     return {
         "run": config.run,
         "step": checkpoint.step,
-        "delay": run.staleness.delay or 0,
+        "delay": run.staleness.delay if has_one_delay(run) else None,
+        "gradients": delay_words(run),
         "error_feedback": run.staleness.error_feedback,
         "num_tokens": sum(batch.num_tokens for batch in batches),
         "loss": loss,
@@ -137,7 +140,7 @@ def probe_text(found: Mapping[str, Any]) -> str:
     """Return what :func:`run_probe` found as lines."""
     coefficient = coefficient_text(found["error_feedback"])
     lines = [
-        f"{found['run']}: step {found['step']}, delay {found['delay']}, error feedback {coefficient}, "
+        f"{found['run']}: step {found['step']}, {found['gradients']}, error feedback {coefficient}, "
         f"loss {found['loss']:.4f} on {found['num_tokens']} training tokens"
     ]
     for row in found["rules"]:
@@ -259,11 +262,15 @@ def _measure_muon(optimizer: Muon, losses: Losses, own: Weights, *, lr: float, c
 
 
 def _limits(setting: StabilityConfig, run: Config) -> dict[str, float]:
-    """Return the stable products without delay, with a step of it, with error feedback, and at the run's setting."""
+    """Return the stable products without delay, with a step of it, with error feedback, and at the run's setting.
+
+    The last is left out where no one delay is the run's, and without its error feedback where each parameter has its
+    own (``auto``).
+    """
     c = run.staleness.error_feedback
-    own = (run.staleness.delay or 0, 0.0 if isinstance(c, str) else c)  # auto has another c for each parameter
+    own = [(run.staleness.delay or 0, 0.0 if isinstance(c, str) else c)] if has_one_delay(run) else []
     limits = {}
-    for delay, c in dict.fromkeys([(0, 0.0), (1, 0.0), (1, 1.0), own]):
+    for delay, c in dict.fromkeys([(0, 0.0), (1, 0.0), (1, 1.0), *own]):
         text = f"delay {delay}" + (f", error feedback {c:g}" if c else "")
         limits[text] = max_stable_product(dataclasses.replace(setting, delay=delay, error_feedback=c))
     return limits

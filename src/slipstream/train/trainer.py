@@ -249,7 +249,7 @@ class Trainer:
             "tokens_per_s": tokens_per_s,
             "staleness_mean": float(report.staleness if report.staleness_mean is None else report.staleness_mean),
             "staleness_max": report.staleness,
-            "bubble_fraction": report.idle_s / (report.num_ranks * step_s) if step_s else 0.0,
+            "bubble_fraction": _bubble_fraction(report, step_s),
             "step_s": step_s,
             "num_tokens": report.num_tokens,
             "data_fraction": self._source.take_s() / wall_s,
@@ -331,3 +331,10 @@ class Trainer:
 
 def _due(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
+
+
+def _bubble_fraction(report: StepReport, step_s: float) -> float | None:
+    """Return the share of the ranks' time that they waited; ``None`` where nobody counted it."""
+    if report.idle_s is None:
+        return None
+    return report.idle_s / (report.num_ranks * step_s) if step_s else 0.0

@@ -176,6 +176,21 @@ def test_sequential_stops_after_as_many_as_asked() -> None:
     assert more.num_sequences == 10
 
 
+@given(count=st.integers(5, 200), asked=st.integers(1, 60))
+def test_a_part_is_spread_evenly_over_the_split(count: int, asked: int) -> None:
+    """A beginning alone would be of one document, or of the first kind of text that was prepared."""
+    whole = -(-(count - 1) // 4)
+    loader = Loader(tokens(count), sequence_length=4, batch_size=1, sequential=True, max_sequences=asked)
+    read = windows(loader, 0, loader.num_sequences)
+    assert loader.num_sequences == min(asked, whole)
+    assert read[0] == 0
+    assert len(set(read)) == len(read)
+    gaps = {after - before for before, after in itertools.pairwise([*read, whole])}
+    assert max(gaps) - min(gaps) <= 1
+    if asked < whole:
+        assert all(batch.num_tokens == 4 for batch, _ in loader), "a part has no room for the short end"
+
+
 def test_sequential_resumes_too() -> None:
     loader = Loader(tokens(41), sequence_length=4, batch_size=3, sequential=True)
     (_, state), *_ = itertools.islice(loader, 1)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from slipstream.cli import main
 from slipstream.config import from_dict, load_toml, resolve, to_toml
 from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.errors import ConfigError
+from slipstream.report.run_report import render_runs
+from slipstream.report.runs import open_runs
 from slipstream.train.checkpoint import newest_complete
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
@@ -254,3 +257,19 @@ def test_a_step_that_takes_no_time_has_no_rate(tmp_path, capsys):
     assert None in rates
     assert any(rates)
     assert "tok/s n/a" in capsys.readouterr().out
+
+
+def test_what_nobody_counted_is_not_told_as_zero(tmp_path, capsys):
+    """Workers of one process each count no waiting, and no one number is the delay of all their gradients."""
+    file = tmp_path / "settings.toml"
+    file.write_text(to_toml(settings(tmp_path / "run", num_steps=6)))
+    assert main(["train", "--config", str(file), "--log.every-steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "| bubble n/a |" in said
+    assert re.search(r"bubble fraction +not counted", said)
+    assert {row["bubble_fraction"] for row in read_json_lines(tmp_path / "run" / "metrics.jsonl")} == {None}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["bubble_fraction"], summary["delay"]) == (None, None)
+    html = render_runs(open_runs([tmp_path / "run"]))
+    assert "% idle" not in html
+    assert "ranks idle" not in html

@@ -220,7 +220,9 @@ def test_files_of_an_export(run, tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     } <= set(export.files)
-    assert "LlamaForCausalLM" in (tmp_path / "hub" / "README.md").read_text()
+    readme = (tmp_path / "hub" / "README.md").read_text()
+    assert "| architecture | LlamaForCausalLM |" in readme
+    assert "| gradients | delay 1 |" in readme
 
 
 def test_a_run_that_lost_its_first_checkpoint_does_not_go_on_at_random(run, tmp_path):
