@@ -48,7 +48,7 @@ class Shakespeare:
         loader = Loader(
             held_out, sequence_length=self.length, batch_size=self.microbatch, sequential=True, max_sequences=16
         )
-        return [OwnBatch(inputs=b.inputs, targets=b.targets, num_units=b.num_tokens) for b, _ in loader]
+        return [OwnBatch(inputs=b.inputs, targets=b.targets, num_units=b.num_tokens) for b in loader]
 
 
 def main() -> None:

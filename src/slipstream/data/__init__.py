@@ -6,7 +6,7 @@ is there. `open_stream` and `StreamLoader` do without shards.
 
 from slipstream.data.dataset import Dataset, open_data
 from slipstream.data.inspection import DataReport, Sample, SplitReport, inspect_data
-from slipstream.data.loader import IGNORE, Batch, Loader, LoaderState
+from slipstream.data.loader import IGNORE, Batch, Loader
 from slipstream.data.manifest import Manifest, ShardInfo, SourceInfo, SplitInfo, SplitRule, TokenizerInfo, read_manifest
 from slipstream.data.prepare import Progress, builtin_source, prepare
 from slipstream.data.shards import ShardWriter, TokenArray, open_split
@@ -22,7 +22,6 @@ __all__ = [
     "DataReport",
     "Dataset",
     "Loader",
-    "LoaderState",
     "Manifest",
     "Progress",
     "Sample",

@@ -12,8 +12,7 @@ So any rank can read any part of any batch alone, and one number, the cursor, is
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +22,6 @@ from slipstream.errors import ConfigError, DataError
 
 IGNORE = -100
 """Target of a position that does not count, as in torch's cross-entropy."""
-
-
-class LoaderState(TypedDict):
-    """What has been read; enough to go on exactly, with any batch size."""
-
-    next_batch: int
-    next_sequence: int
-    seed: int
-    sequence_length: int
-    num_sequences: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,9 +79,9 @@ class Loader:
     Example:
         >>> tokens = TokenArray("train", [np.arange(9)])
         >>> loader = Loader(tokens, sequence_length=2, batch_size=2, seed=0)
-        >>> batch, state = next(iter(loader))
-        >>> bool((batch.targets == batch.inputs + 1).all()), state["next_sequence"]
-        (True, 2)
+        >>> batch = next(iter(loader))
+        >>> bool((batch.targets == batch.inputs + 1).all())
+        True
     """
 
     def __init__(
@@ -164,27 +153,15 @@ class Loader:
 
     def batch(self, index: int) -> Batch:
         """Return batch number ``index``, counted from the cursor with this loader's batch size."""
-        first = self._cursor + (index - self._batch_index) * self.batch_size
-        inputs, targets = self.sequences(first, self.batch_size)
+        inputs, targets = self.sequences(self._first(index), self.batch_size)
         return Batch(index=index, inputs=inputs, targets=targets)
 
-    def __iter__(self) -> Iterator[tuple[Batch, LoaderState]]:
-        """Yield batches from the cursor on, each with the state after it."""
-        return self._iterate(self._cursor, self._batch_index)
-
-    def resume(self, state: Mapping[str, Any]) -> Iterator[tuple[Batch, LoaderState]]:
-        """Yield the batches after a state that iteration gave, whatever the batch size was then.
-
-        Raises:
-            DataError: The state belongs to another seed, sequence length or amount of data, whose order is another.
-        """
-        for name in ("seed", "sequence_length", "num_sequences"):
-            if state.get(name) != getattr(self, name):
-                raise DataError(
-                    f"cannot go on reading where the run stopped: {name} was {state.get(name)}, now it is "
-                    f"{getattr(self, name)}, so the order of sequences is another. Use the same data and settings."
-                )
-        return self._iterate(int(state["next_sequence"]), int(state["next_batch"]))
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches from the cursor on."""
+        index = self._batch_index
+        while not (self.sequential and self._first(index) >= self.num_sequences):
+            yield self.batch(index)
+            index += 1
 
     def epochs_for(self, num_steps: int) -> float:
         """Return how often ``num_steps`` batches go through the split.
@@ -199,22 +176,9 @@ class Loader:
         """Return in words what ``num_steps`` batches read."""
         return f"{self.epochs_for(num_steps):.2f} epochs of {len(self._tokens)} training tokens"
 
-    def _iterate(self, cursor: int, index: int) -> Iterator[tuple[Batch, LoaderState]]:
-        while not (self.sequential and cursor >= self.num_sequences):
-            inputs, targets = self.sequences(cursor, self.batch_size)
-            batch = Batch(index=index, inputs=inputs, targets=targets)
-            cursor += self.batch_size
-            index += 1
-            yield (
-                batch,
-                LoaderState(
-                    next_batch=index,
-                    next_sequence=cursor,
-                    seed=self.seed,
-                    sequence_length=self.sequence_length,
-                    num_sequences=self.num_sequences,
-                ),
-            )
+    def _first(self, index: int) -> int:
+        """Return the number of the first sequence of a batch."""
+        return self._cursor + (index - self._batch_index) * self.batch_size
 
     def _window(self, number: int) -> int | None:
         """Return which sequence of the split has this number in the endless order; none beyond the end."""

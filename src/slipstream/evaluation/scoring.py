@@ -1,5 +1,6 @@
 """Log-likelihoods of texts under a model, as lm-eval defines them."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,8 @@ from slipstream.errors import ConfigError, NonFiniteError
 from slipstream.train.trained import TrainedModel
 
 BATCH_TOKENS = 8192
+REQUESTS_AT_ONCE = 4096
+"""Whose tokens are in memory together: enough to put texts of like length into a batch."""
 BATCH_LOGITS = 2**25
 """Most logits made at once: 128 MiB, and four times as much on the way to log-probabilities in float64."""
 
@@ -53,6 +56,8 @@ class Scorer:
         self.max_length = model.context_length if max_length is None else max_length
         if self.max_length < 1:
             raise ConfigError(f"max_length is {self.max_length}; it must be 1 or more.")
+        # The choices of a question follow one another, and share their context.
+        self._encoded = functools.lru_cache(maxsize=1)(self.tokenizer.encode)
         self._model = model
         self._body, self._head = model.body_and_head(device)
         self._device = torch.device(device)
@@ -69,8 +74,12 @@ class Scorer:
             A score for each. What does not fit is cut off the context's beginning; a continuation that alone does not
             fit is scored in parts, each after as much context as fits.
         """
-        windows = itertools.chain.from_iterable(self._windows(i, *request) for i, request in enumerate(requests))
-        return self._score(list(windows), len(requests))
+        scores: list[Score] = []
+        for start in range(0, len(requests), REQUESTS_AT_ONCE):
+            some = requests[start : start + REQUESTS_AT_ONCE]
+            windows = itertools.chain.from_iterable(self._windows(i, *request) for i, request in enumerate(some))
+            scores += self._score(list(windows), len(some))
+        return scores
 
     def rolling(self, texts: Sequence[str]) -> list[tuple[Score, int]]:
         """Score whole texts, each from the beginning of a document; return scores and numbers of tokens.
@@ -94,7 +103,7 @@ class Scorer:
         whole = self.tokenizer.encode(context + continuation)
         if not context:
             return [self._model.first_id], whole
-        ids = self.tokenizer.encode(context.rstrip())
+        ids = self._encoded(context.rstrip())
         # A context of nothing but white space may leave no id to predict from.
         return self._model.begun(ids), whole[len(ids) :]
 

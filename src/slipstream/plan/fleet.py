@@ -209,10 +209,9 @@ class Fleet:
         Args:
             most_busy: The utilisation, from 0 to 1.
         """
-        # Nothing fills anew, and messages pass beside the computation, where a pipeline does not drain.
-        fill, messages_s = (0.0, 0.0) if self.config.asks_ahead else (self.fill_units, 2 * self.transfer_s)
+        fill = 0.0 if self.config.asks_ahead else self.fill_units
         pushes_per_s = sum(
-            1 / ((share + fill) / speed + messages_s)
+            1 / ((share + fill) / speed + 2 * self.transfer_s)
             for share, speed in zip(self._shares(), self.own_units_per_s, strict=True)
         )
         whole_s = self.config.num_shards * max(self.shard_transfer_s, self.apply_s)

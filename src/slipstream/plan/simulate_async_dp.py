@@ -7,8 +7,8 @@ Nothing is computed; workers, links and server only take time::
     server link in                                     |=push=|
     server                                                    |apply|  then the next order
 
-A worker of one stage does one thing at a time: it neither fetches nor pushes while it computes. One that is a pipeline
-and does not drain asks when its first stage begins with its last microbatch, and has up to two orders::
+A worker does one thing at a time: it neither fetches nor pushes while it computes, nor does any stage of a pipeline. A
+pipeline that does not drain asks when its first stage begins with its last microbatch, and has up to two orders::
 
     first stage  |-- compute 0 --|-- compute 1 --|-- compute 2 --|
     last one done                     |push 0         |push 1         |push 2
@@ -221,25 +221,36 @@ class AsyncSimulation:
             self._start(reply.order)
 
     def _start(self, order: Order) -> None:
-        """Fetch the weights and compute."""
-        seat, now_s, count = self._seats[order.worker], self._queue.now_s, order.lease.num_microbatches
+        """Take an order on; its weights are fetched once the first stage is free."""
+        seat = self._seats[order.worker]
         seat.sequence += 1
         seat.cycles += 1
         seat.num_orders += 1
-        begin_s = max(self._out.serve(now_s), seat.free_s)
-        fetch_s = begin_s - max(now_s, seat.free_s)  # that no computation hid
-        work_s = self._fleet.cycle_s(order.worker, seat.cycles, count)
+        sequence, cycle = seat.sequence, seat.cycles
+        if seat.free_s > self._queue.now_s:
+            self._queue.schedule(seat.free_s, lambda: self._compute(order, sequence, cycle))
+        else:
+            self._compute(order, sequence, cycle)
+
+    def _compute(self, order: Order, sequence: int, cycle: int) -> None:
+        """Fetch the weights and compute."""
+        seat, now_s, count = self._seats[order.worker], self._queue.now_s, order.lease.num_microbatches
+        if not seat.is_here or order.incarnation != seat.incarnation:
+            return
+        begin_s = self._out.serve(now_s)
+        work_s = self._fleet.cycle_s(order.worker, cycle, count)
         unit_s = work_s / count
         fill_s = self._fleet.fill_units * unit_s
+        fetch_s, push_s, since_s = begin_s - now_s, 0.0, now_s
+        if seat.done_s > now_s:  # the gradient before is still under way, and written in the midst of this one
+            push_s, since_s = self._fleet.transfer_s, seat.done_s
         # Through all stages in order: the first microbatch's backward ends no sooner than the last one's before.
-        done_s = max(begin_s + fill_s, seat.done_s) + work_s
-        # Of a pipeline that is not empty, the time since the gradient before.
-        compute_s = done_s - seat.done_s - fetch_s if seat.done_s > begin_s else done_s - begin_s
+        done_s = max(begin_s + fill_s, seat.done_s) + push_s + work_s
+        compute_s = done_s - since_s - fetch_s - push_s
         seat.free_s, seat.done_s = done_s - fill_s, done_s
-        sequence = seat.sequence
         self._queue.schedule(done_s, lambda: self._send(order, sequence, compute_s=compute_s, fetch_s=fetch_s))
         if self._fleet.config.asks_ahead:
-            self._queue.schedule(seat.free_s - unit_s, lambda: self._ask_ahead(order))
+            self._queue.schedule(max(seat.free_s - unit_s, begin_s), lambda: self._ask_ahead(order))
 
     def _ask_ahead(self, order: Order) -> None:
         """Ask for the next order while this one is computed, or once the one before it is pushed."""

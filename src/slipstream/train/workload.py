@@ -95,7 +95,7 @@ def validation_batches(config: Config, dataset: Dataset) -> list[Batch]:
         sequential=True,
         max_sequences=config.evaluate.num_sequences,
     )
-    return [batch for batch, _ in loader]
+    return list(loader)
 
 
 def open_tokens(config: Config, rank: int, checkpoint: Checkpoint | None) -> Workload:

@@ -81,6 +81,21 @@ def test_order_and_batches_change_no_score(model, monkeypatch):
     assert [round(score.log_likelihood, 4) for score in backwards] == [round(s.log_likelihood, 4) for s in alone]
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_requests_are_scored_so_many_at_once_and_a_shared_context_encoded_once(model, monkeypatch, at_once):
+    requests = [(f"{'abc' * i}", f" {letter}") for i in range(1, 4) for letter in "ABCD"]
+    together = Scorer(model).log_likelihoods(requests)
+    scored, encoded = [], []
+    score, encode = Scorer._score, ByteTokenizer.encode
+    monkeypatch.setattr(scoring, "REQUESTS_AT_ONCE", at_once)
+    monkeypatch.setattr(Scorer, "_score", lambda self, some, count: scored.append(count) or score(self, some, count))
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    found = Scorer(model).log_likelihoods(requests)
+    assert [each.log_likelihood for each in found] == pytest.approx([each.log_likelihood for each in together])
+    assert (max(scored), sum(scored)) == (min(at_once, 12), 12)
+    assert [encoded.count("abc" * i) for i in range(1, 4)] == [1, 1, 1]
+
+
 def test_a_continuation_longer_than_the_context_is_scored_whole(model):
     text = "0123456789abcdefghij"
     (score,) = Scorer(model).log_likelihoods([("start", text)])
