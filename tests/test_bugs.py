@@ -99,7 +99,8 @@ def config_of(*, again=False, dtype="float32", tied=True) -> Config:
 
 def program_of(config: Config, *, num_versions=2) -> StageProgram:
     parts = StageParts(config, whole(config.model), num_versions=num_versions, device=CPU)
-    return StageProgram(parts, lambda index: batch_of(config, index), num_microbatches=3, device=CPU)
+    loss_sum = parts.model.loss_sum
+    return StageProgram(parts, lambda index: batch_of(config, index), num_microbatches=3, device=CPU, loss_sum=loss_sum)
 
 
 def gradient_of_microbatch(config: Config, meanwhile) -> dict[str, torch.Tensor]:

@@ -231,7 +231,10 @@ class StageParts:
 def llama_parts(config: Config) -> LlamaParts:
     """Return the model that a run's settings describe."""
     return LlamaParts(
-        cfg=config.model, microbatch_size=config.train.microbatch_size, sequence_length=config.data.sequence_length
+        cfg=config.model,
+        microbatch_size=config.train.microbatch_size,
+        sequence_length=config.data.sequence_length,
+        compile=config.train.compile,
     )
 
 

@@ -304,6 +304,7 @@ FREE_TO_CHANGE = (
     "train.num_steps",
     "train.device",
     "train.threads_per_rank",
+    "train.compile",
     "train.max_skipped_steps",
     "evaluate.",
     "checkpoint.",

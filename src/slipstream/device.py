@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from slipstream.compiled import settle_compiler
 from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.heap import keep_freed_memory
@@ -50,6 +51,8 @@ def settle(config: Config, device: torch.device) -> None:
     with another.
     """
     torch.set_num_threads(config.train.threads_per_rank)
+    if config.train.compile:
+        settle_compiler(num_threads=config.train.threads_per_rank)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from slipstream.config import Config
 from slipstream.data import Dataset
 from slipstream.data.loader import Batch, Loader
-from slipstream.models.llama import cross_entropy_sum
 from slipstream.models.moe import MicrobatchKey
 from slipstream.models.nested import map_tensors
 from slipstream.models.parts import Loss
@@ -25,8 +24,8 @@ def run_microbatches(
     accumulator: GradientAccumulator,
     num_tokens: int,
     device: torch.device,
+    loss_sum: Loss,
     saving: contextlib.AbstractContextManager[object] | None = None,
-    loss_sum: Loss = cross_entropy_sum,
 ) -> float:
     """Run forward and backward of each microbatch in order.
 
@@ -38,8 +37,8 @@ def run_microbatches(
         num_tokens: Valid tokens of all that the gradient is the mean over: the one normalization, so that no mean of
             means arises.
         device: Where the module lives.
-        saving: Context of each forward; it must be reusable.
         loss_sum: Of the module's output and the targets, summed.
+        saving: Context of each forward; it must be reusable.
 
     Returns:
         The loss in nats, summed over the microbatches, over ``num_tokens``.

@@ -345,6 +345,9 @@ class TrainConfig:
     """Where to compute; auto: CUDA where it is available."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
+    compile: Switch = False
+    """Compile blocks and loss with torch.compile (Inductor): the first step takes a minute or so longer, each later one
+    less, and rounding differs. All executors still agree to the bit."""
     max_skipped_steps: int = 3
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
 

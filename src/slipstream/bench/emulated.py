@@ -42,7 +42,8 @@ class EmulatedProgram(StageProgram[StageParts]):
         forward_s: float,
         backward_s: float,
     ) -> None:
-        super().__init__(parts, batches, num_microbatches=spec.num_microbatches, device=torch.device("cpu"))
+        device, loss_sum = torch.device("cpu"), parts.model.loss_sum
+        super().__init__(parts, batches, num_microbatches=spec.num_microbatches, device=device, loss_sum=loss_sum)
         self._message = torch.zeros(shape)
         self._forward_s = forward_s
         self._backward_s = backward_s

@@ -16,7 +16,7 @@ from slipstream.dataparallel.shared import Layout
 from slipstream.executor import BatchSource
 from slipstream.models.moe import MicrobatchKey, RouterLog, attach_log
 from slipstream.models.partition import StageSpec
-from slipstream.models.parts import ModelParts
+from slipstream.models.parts import Loss, ModelParts
 from slipstream.pipeline.cycle_order import NUM_BUFFERS
 from slipstream.pipeline.stage import StageProgram
 
@@ -73,12 +73,19 @@ class LeaseProgram(StageProgram[StageBuffers]):
         microbatches: Gives the microbatch of a number.
         step_microbatches: Microbatches of a step; the masks of dropout are numbered by them.
         device: Where to compute.
+        loss_sum: Of the last stage's output and the targets, summed.
     """
 
     def __init__(
-        self, modules: StageBuffers, microbatches: BatchSource, *, step_microbatches: int, device: torch.device
+        self,
+        modules: StageBuffers,
+        microbatches: BatchSource,
+        *,
+        step_microbatches: int,
+        device: torch.device,
+        loss_sum: Loss,
     ) -> None:
-        super().__init__(modules, microbatches, num_microbatches=step_microbatches, device=device)
+        super().__init__(modules, microbatches, num_microbatches=step_microbatches, device=device, loss_sum=loss_sum)
         self._places: dict[int, tuple[int, MicrobatchKey, Batch, int]] = {}
         self._shares: dict[int, float] = {}
         self._pace_s: dict[int, float] = {}

@@ -155,7 +155,11 @@ class _StageDesk:
         self._tied_pair = tied_pair(model)
         self._buffers = StageBuffers(model, spec, place.weights.layout, device=place.device)
         self._program = LeaseProgram(
-            self._buffers, microbatches, step_microbatches=config.pipeline.num_microbatches, device=place.device
+            self._buffers,
+            microbatches,
+            step_microbatches=config.pipeline.num_microbatches,
+            device=place.device,
+            loss_sum=model.loss_sum,
         )
         self._flow = Flow(config, {place.stage: self._program}, transport, self._spec, shape=model.message_shape)
         self._cycles: dict[int, _Cycle] = {}

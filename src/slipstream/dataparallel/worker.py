@@ -102,6 +102,7 @@ class Worker:
         self._microbatches = microbatches
         self._device = device
         self._step_microbatches = config.pipeline.num_microbatches
+        self._loss_sum = llama_parts(config).loss_sum
         self._accumulator = GradientAccumulator()
 
     def compute(self, lease: Lease, *, version: int, worker: int, mean_over: int | None = None) -> Work:
@@ -128,6 +129,7 @@ class Worker:
             accumulator=self._accumulator,
             num_tokens=mean_over or num_tokens,
             device=self._device,
+            loss_sum=self._loss_sum,
         )
         reports = [each.tolist() for _, each in sorted(replica.router_log.take_all().items())]
         whole_share = (mean_over or num_tokens) / num_tokens  # of a part of a mean, what it would be by itself

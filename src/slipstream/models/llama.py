@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.compiled import while_training
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.models.moe import MicrobatchKey, MixtureOfExperts
@@ -41,6 +42,7 @@ def build_stage(
     head: bool,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    compile: bool = False,
 ) -> "Stage":
     """Build a part of the model with its initial weights.
 
@@ -51,6 +53,7 @@ def build_stage(
         head: Whether to hold the final norm and the head.
         device: Where to put the parameters; ``meta`` gives shapes without memory or weights.
         dtype: Type of the parameters and of the activations.
+        compile: Whether what its blocks compute is compiled while they train; mixtures of experts are not.
 
     Raises:
         ConfigError: Settings that do not describe a model, ``vocab_size`` still 0, or blocks that it does not have.
@@ -70,7 +73,7 @@ def build_stage(
             f"{cfg.num_layers - 1}."
         )
     device = torch.device(device)
-    stage = Stage(cfg, blocks, embed=embed, head=head, device=device, dtype=dtype)
+    stage = Stage(cfg, blocks, embed=embed, head=head, device=device, dtype=dtype, compile=compile)
     if device.type != "meta":
         _draw_weights(stage, cfg)
     return stage
@@ -103,15 +106,23 @@ class Stage(nn.Module):
     Parameters are leaves of their own everywhere, a tied embedding and head included: who updates them keeps the pair
     equal. They may be swapped by reference between forwards (``module._parameters[name] = other``), even while a
     backward pass is outstanding: it uses those that its forward read, with activation checkpointing too. Their values
-    must not be changed in place in between. Compiles to one graph without dropout and experts;
-    each mask or mixture breaks it. Memory comes uninitialised: :func:`build_stage` draws the weights.
+    must not be changed in place in between. Memory comes uninitialised: :func:`build_stage` draws the weights.
     """
 
     def __init__(
-        self, cfg: ModelConfig, blocks: range, *, embed: bool, head: bool, device: torch.device, dtype: torch.dtype
+        self,
+        cfg: ModelConfig,
+        blocks: range,
+        *,
+        embed: bool,
+        head: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.cfg = cfg
+        self._compile = compile
         self.embed = Embedding(cfg.vocab_size, cfg.dim, device=device, dtype=dtype) if embed else None
         self.blocks = nn.ModuleDict({str(layer): Block(cfg, layer, device=device, dtype=dtype) for layer in blocks})
         self.head = Head(cfg, device=device, dtype=dtype) if head else None
@@ -133,10 +144,10 @@ class Stage(nn.Module):
                 # The weights go in as arguments, so that recomputation finds those of this forward even if others
                 # have been put in their places since. No RNG state to restore: masks come from the key.
                 weights = dict(block.named_parameters())
-                arguments = (block, weights, (x_BTD, rotary, dropout_key))
+                arguments = (block, weights, (x_BTD, rotary, dropout_key), {"compile": self._compile})
                 x_BTD = checkpoint(functional_call, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BTD = block(x_BTD, rotary, dropout_key)
+                x_BTD = block(x_BTD, rotary, dropout_key, compile=self._compile)
         return x_BTD if self.head is None else cast(Tensor, self.head(x_BTD))
 
 
@@ -182,9 +193,26 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps, device=device, dtype=dtype)
         self.ffn = _feed_forward(cfg, layer, device=device, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], dropout_key: MicrobatchKey | None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        dropout_key: MicrobatchKey | None,
+        *,
+        compile: bool = False,
+    ) -> Tensor:
         """Return the residual stream after the block (B, T, D)."""
-        x_BTD = x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), rotary), "attention", dropout_key)
+        x_BTD = while_training(Block.attend, compile=compile)(self, x_BTD, rotary, dropout_key)
+        # The sizes of experts' shares differ from batch to batch.
+        compile &= not isinstance(self.ffn, MixtureOfExperts)
+        return while_training(Block.feed, compile=compile)(self, x_BTD, dropout_key)
+
+    def attend(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], dropout_key: MicrobatchKey | None) -> Tensor:
+        """Return the residual stream after the attention (B, T, D)."""
+        return x_BTD + self._dropped(self.attention(self.attention_norm(x_BTD), rotary), "attention", dropout_key)
+
+    def feed(self, x_BTD: Tensor, dropout_key: MicrobatchKey | None) -> Tensor:
+        """Return the residual stream after the feed-forward (B, T, D)."""
         ffn = partial(self.ffn, key=dropout_key) if isinstance(self.ffn, MixtureOfExperts) else self.ffn
         return x_BTD + self._dropped(ffn(self.ffn_norm(x_BTD)), "ffn", dropout_key)
 

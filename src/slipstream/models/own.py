@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.compiled import while_training
 from slipstream.errors import ConfigError
 from slipstream.models.llama import stable_seed
 from slipstream.models.own_stage import CallBlock, OwnStage
@@ -67,6 +68,7 @@ class OwnParts:
         inputs: Of one microbatch.
         targets: Of one microbatch.
         seed: Of the initial weights and of dropout.
+        compile: Whether blocks and loss are compiled while they train.
 
     Raises:
         ConfigError: A part is missing, a parameter belongs to none, parameters are shared other than between embedding
@@ -78,8 +80,9 @@ class OwnParts:
 
     router_layers: Sequence[int] = ()
 
-    def __init__(self, model: OwnModel, inputs: Any, targets: Any, *, seed: int) -> None:
+    def __init__(self, model: OwnModel, inputs: Any, targets: Any, *, seed: int, compile: bool = False) -> None:
         self._model = model
+        self._compile = compile
         self._seed = seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stable_seed("weights", seed))
@@ -124,7 +127,7 @@ class OwnParts:
 
     def loss_sum(self, output: Tensor, targets: Any) -> Tensor:
         """Return the loss, summed over units."""
-        return self._model.loss(output, targets)
+        return while_training(self._model.loss, compile=self._compile)(output, targets)
 
     def check_cuts(self, specs: Sequence[StageSpec]) -> None:
         """Make sure that every stage has something to train.
@@ -152,6 +155,7 @@ class OwnParts:
             num_blocks=len(self._blocks),
             call_block=self._model.call_block,
             seed=self._seed,
+            compile=self._compile,
         )
 
     def _untie(self) -> dict[str, str]:

@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.compiled import while_training
 from slipstream.models.llama import stable_seed
 from slipstream.models.moe import MicrobatchKey
 from slipstream.models.nested import cast_floats
 
 CallBlock = Callable[[nn.Module, nn.Module, Tensor], Tensor]
 Watch = Callable[[str, Any], object]
+
+
+def call_alone(_stage: nn.Module, block: nn.Module, x: Tensor) -> Any:
+    """Call a block with one tensor and nothing else."""
+    return block(x)
 
 
 class OwnStage(nn.Module):
@@ -27,6 +33,7 @@ class OwnStage(nn.Module):
         num_blocks: Blocks of the whole.
         call_block: How a block is called, where not with one tensor.
         seed: Of dropout.
+        compile: Whether the blocks are compiled while they train.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class OwnStage(nn.Module):
         num_blocks: int,
         call_block: CallBlock | None,
         seed: int,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         held = {id(parameter) for name, _ in calls for parameter in whole.get_submodule(name).parameters()}
@@ -48,8 +56,9 @@ class OwnStage(nn.Module):
                     module.register_parameter(name, None)
         self._calls = tuple(calls)
         self._num_blocks = num_blocks
-        self._call_block = call_block
+        self._call_block = call_block or call_alone
         self._seed = seed
+        self._compile = compile
 
     def forward(self, x: Any, *, dropout_key: MicrobatchKey | None = None, watch: Watch | None = None) -> Any:
         """Run the parts in turn.
@@ -66,8 +75,9 @@ class OwnStage(nn.Module):
         for name, place in self._calls:
             module = self.get_submodule(name)
             with contextlib.nullcontext() if dropout_key is None else self._seeded(*dropout_key, name):
-                is_block = self._call_block is not None and 0 <= place < self._num_blocks
-                x = self._call_block(self, module, x) if is_block and self._call_block else module(x)
+                is_block = 0 <= place < self._num_blocks
+                call = while_training(self._call_block, compile=self._compile) if is_block else call_alone
+                x = call(self, module, x)
             if watch is not None:
                 watch(name, x)
         return x

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.compiled import while_training
 from slipstream.config import ModelConfig
 from slipstream.models.llama import build_stage, cross_entropy_sum
 from slipstream.models.partition import StageSpec, layer_costs
@@ -78,6 +79,8 @@ class LlamaParts:
     cfg: ModelConfig
     microbatch_size: int
     sequence_length: int
+    compile: bool = False
+    """Compile what training computes."""
 
     @property
     def num_blocks(self) -> int:
@@ -110,7 +113,7 @@ class LlamaParts:
 
     def build(self, spec: StageSpec, device: torch.device) -> nn.Module:
         """Return a stage of the decoder."""
-        return build_stage(self.cfg, spec.blocks, embed=spec.embed, head=spec.head, device=device)
+        return build_stage(self.cfg, spec.blocks, embed=spec.embed, head=spec.head, device=device, compile=self.compile)
 
     def role(self, name: str) -> Role:
         """Return the role of a parameter."""
@@ -118,4 +121,4 @@ class LlamaParts:
 
     def loss_sum(self, output: Tensor, targets: Any) -> Tensor:
         """Return the cross-entropy."""
-        return cross_entropy_sum(output, targets)
+        return while_training(cross_entropy_sum, compile=self.compile)(output, targets)

@@ -10,7 +10,6 @@ from slipstream.data.loader import Batch
 from slipstream.errors import StageError, StalenessError
 from slipstream.executor import BatchSource
 from slipstream.microbatches import to_device
-from slipstream.models.llama import cross_entropy_sum
 from slipstream.models.moe import MicrobatchKey, RouterLog
 from slipstream.models.partition import StageSpec
 from slipstream.models.parts import Loss
@@ -85,7 +84,7 @@ class StageProgram(Generic[Modules]):
         *,
         num_microbatches: int,
         device: torch.device,
-        loss_sum: Loss = cross_entropy_sum,
+        loss_sum: Loss,
     ) -> None:
         self.parts = parts
         self._batches = batches

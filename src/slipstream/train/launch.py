@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.assembly import check_update_path
+from slipstream.compiled import check_compile
 from slipstream.config import (
     PIPELINE_TOO,
     SINGLE_ONLY,
@@ -168,6 +169,7 @@ def prepare_run(
         config = keep_lr_total(config, run_dir)
     config = resolve(config, vocab_size=dataset.tokenizer.vocab_size, cuda=device.type == "cuda")
     check_model(config.model)
+    check_compile(config, device=device)
     for warning in check_optim(config.optim, num_steps=config.train.num_steps, device=device):
         reporter.note(f"warning: {warning}")
     if config.executor == "pipeline":

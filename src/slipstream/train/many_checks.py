@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slipstream.assembly import check_update_path
+from slipstream.compiled import check_compile
 from slipstream.config import CheckpointConfig, Config, LogConfig, config_hash, flattened, load_toml, resolve, to_dict
 from slipstream.data import Dataset, open_data
 from slipstream.dataparallel.checks import check_dataparallel
@@ -88,6 +89,7 @@ def _with_seed(config: Config, seed: int) -> Config:
 def _check(config: Config, dataset: Dataset, device: torch.device) -> list[str]:
     """Do what training does before its first step, on tiny weights; return warnings."""
     check_model(config.model)
+    check_compile(config, device=device)
     if config.executor == "dataparallel":
         check_dataparallel(config)
     warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.assembly import check_update_path
+from slipstream.compiled import check_compile
 from slipstream.config import Config, DataConfig, ModelConfig, StalenessConfig, resolve, to_toml
 from slipstream.data.loader import Batch
 from slipstream.device import choose_device
@@ -183,7 +184,7 @@ def open_own(model: OwnModel, data: OwnData, config: Config, rank: int, checkpoi
         validation=validation,
         data_sha256=whole.hexdigest(),
         tokenizer=None,
-        model=OwnParts(model, part.inputs, part.targets, seed=config.model.seed),
+        model=OwnParts(model, part.inputs, part.targets, seed=config.model.seed, compile=config.train.compile),
     )
 
 
@@ -220,6 +221,7 @@ def _checked(config: Config, reporter: Reporter) -> Config:
         )
     device = choose_device(config)
     config = resolve(config, vocab_size=1, cuda=device.type == "cuda")
+    check_compile(config, device=device)
     if config.executor == "pipeline":
         check_schedule(config)
     idle = _without_effect(config)
