@@ -21,7 +21,7 @@ from unittest import mock
 import tyro
 
 from slipstream import cli
-from slipstream.config import FREE_TO_CHANGE, SINGLE_ONLY, Config
+from slipstream.config import FREE_TO_CHANGE, PIPELINE_TOO, SINGLE_ONLY, Config, Switch
 
 FOLDER = Path(__file__).parents[1] / "reference"
 NOTE = "<!-- Written by docs/make/reference.py from the code; change the docstrings there. -->"
@@ -71,7 +71,8 @@ def type_text(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(type_text(part) for part in parts if part is not types.NoneType)
     if origin is tuple:
-        return f"{type_text(parts[0])}s"
+        inner = type_text(parts[0])
+        return f"any of {inner}" if typing.get_origin(parts[0]) is Literal else f"{inner}s"
     return WORDS[origin or hint]
 
 
@@ -104,6 +105,11 @@ def settings_page() -> str:
         "underscores (`--optim.lr 3e-3`). Flags come before the file, the file before the defaults. `slipstream config",
         "show` prints what a run would use. An empty default means none, or what its meaning says.",
         "",
+        "A *switch* is written out, `true` or `false`, on the command line too (`--model.tie-embeddings true`);",
+        "several values are several words (`--staleness.delay-weights 0.5 0.3`), those of",
+        "`dataparallel.emulate_speeds` also one word with commas; a *table* is JSON there",
+        "(`--optim.args '{\"momentum\": 0.98}'`).",
+        "",
         "**R**: free to change when a run is resumed; all others need `--allow-change`. **S**: with the executor",
         "`single` only. What a setting is for is said by the guides and [the concept pages](../README.md).",
     ]
@@ -134,7 +140,7 @@ def _settings(kind: type, prefix: str) -> Iterator[tuple[str, ...]]:
             mark
             for mark, holds in (
                 ("R", name.startswith(FREE_TO_CHANGE)),
-                ("S", prefix == "staleness." and field.name in SINGLE_ONLY),
+                ("S", prefix == "staleness." and field.name in SINGLE_ONLY and field.name not in PIPELINE_TOO),
             )
             if holds
         )
@@ -163,8 +169,11 @@ def _arguments(kind: type) -> Iterator[tuple[str, str, str, str, bool]]:
         renamed = next((name for extra in extras if (name := getattr(extra, "name", None))), field.name)
         shown = next((text for extra in extras if (text := getattr(extra, "metavar", None))), field.name.upper())
         name = shown if is_positional else f"--{renamed.replace('_', '-')}"
-        values = "" if plain[field.name] is bool else type_text(plain[field.name])
-        default = value_text(_default(field)) if plain[field.name] is not bool else ""
+        # A switch takes its value as a word; any other bool is a bare flag, which stands for true.
+        is_switch = hints[field.name] == Switch
+        is_bare = plain[field.name] is bool and not is_switch
+        values = "`true`, `false`" if is_switch else "" if is_bare else type_text(plain[field.name])
+        default = "" if is_bare else value_text(_default(field))
         if _default(field) is dataclasses.MISSING:
             default = "required"
         yield name, values, default, docstrings(kind)[field.name], is_positional

@@ -193,8 +193,8 @@ class AgcConfig:
     element by element, needs probes."""
     probe_every: int = 0
     """Every so many gradients (of each worker) one microbatch is computed again at newer weights, and curvature and
-    gain come from these pairs alone; 0: from gradients that were computed at the same time (executor `single`, and
-    `dataparallel` with the engine `inline`)."""
+    gain come from these pairs alone (executor `single`, and `dataparallel` with the engine `inline`); 0: no probes, but
+    gradients that were computed at the same time, with any executor."""
     displacement: Literal["exact", "ema"] = "exact"
     """How far the weights moved since they were read: as they are, or a mean step times the staleness."""
     decay: float = 0.99
@@ -220,7 +220,8 @@ class StalenessConfig:
     delay_weights: tuple[float, ...] = ()
     """Relative probabilities of a delay of 0, 1, 2, ...: each batch draws its own (executor `single`)."""
     delay_replay: str = ""
-    """A run's metrics.jsonl: batches have the staleness recorded there (executor `single`)."""
+    """A run's metrics.jsonl: batch b has the largest staleness of that run's step b + 1 (`staleness_max`), from the
+    beginning again when the rows end; of workers that is more than their mean (executor `single`)."""
     delay_stages: int = 0
     """The original PipeDream at so many stages: stage s has a delay of stages - 1 - s (executor `single`)."""
     delay_roles: tuple[str, ...] = ()
@@ -285,8 +286,8 @@ class DataParallelConfig:
     """`async`: nobody waits. `sync`: all gradients are averaged at every step, in equal shares, and everyone waits for
     the slowest."""
     pushes_per_step: int = 0
-    """Gradients that make a step; 0: as many as there are workers, which is safe. 1: the least stale weights, and
-    steps of one worker's gradient each."""
+    """Gradients that make a step; 0: as many as there are workers, which keeps staleness lowest. 1: a step for each
+    gradient, so that weights change soonest and gradients are stalest (K - 1 updates in the mean, of K workers)."""
     dynamic_batches: Switch = True
     """Give faster workers more microbatches, so that all cycles take the same time (mode `async`)."""
     min_microbatches: int = 1
@@ -311,14 +312,15 @@ class DataParallelConfig:
     wire: Literal["float32", "bfloat16", "int8"] = "float32"
     """Numbers that gradients are pushed in. `int8`: a byte each, and a scale for each 2048 of them."""
     emulate_speeds: Numbers = ()
-    """Speed of each worker relative to the first kind, such as 1,1,1,0.25; none: all alike."""
+    """For experiments: speeds to imitate, such as 1,1,1,0.25, by sleeping or on the virtual clock of the engine
+    `inline`; 1 is that of emulate_microbatch_ms; none: all alike. Those of real machines are measured, not set."""
     emulate_microbatch_ms: float = 0.0
     """Compute time of a microbatch at speed 1, at least four times the real one; 0: as long as it takes, and 100 ms of
     the virtual clock with the engine `inline`."""
     emulate_jitter: float = 0.0
     """Standard deviation of the logarithm of each cycle's time."""
     seed: int = 0
-    """Seed of the jitter."""
+    """Seed of the jitter, and of the rounding of `wire` `int8`."""
     ray_address: str = ""
     """host:port of the Ray cluster to run on, with this machine as one of its nodes (engine `ray`); none: one of the
     run's own, on this machine, that no other can reach."""
@@ -379,7 +381,7 @@ class LogConfig:
     """What is shown while training. metrics.jsonl always has every step."""
 
     every_steps: int = 10
-    """Updates between lines on a plain terminal or in a file."""
+    """Updates between lines of the log; also between rows that hold `method_metrics` and `workers`."""
     trace_steps: int = 0
     """Steps, from this start on, whose actions trace.json shows for each rank (executor `pipeline`); 0: none."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()

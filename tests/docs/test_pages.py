@@ -1,15 +1,21 @@
 """Links lead somewhere, every page can be reached, the reference is the code's, the pictures their program's."""
 
+import dataclasses
 import math
 import re
+import typing
+from typing import Literal
 
 import pictures
 import pytest
 import reference
 import torch
+import tyro
 from blocks import ROOT, pages
 from feedback_pictures import descend
 
+from slipstream import cli
+from slipstream.config import PIPELINE_TOO
 from slipstream.optim.plugin import ErrorFeedback, attach
 
 READABLE = [*pages(), *(path.relative_to(ROOT) for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")))]
@@ -65,6 +71,50 @@ def test_every_page_can_be_reached_from_the_index():
 def test_the_reference_is_that_of_the_code(name):
     """`make docs` writes it anew."""
     assert (reference.FOLDER / name).read_text(encoding="utf-8") == reference.PAGES[name]()
+
+
+def rows_of(page):
+    """Return the cells of each row of a reference page, by the name in the first."""
+    rows = [line[2:-2].split(" | ") for line in reference.PAGES[page]().splitlines() if line.startswith("| `")]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in cli.COMMANDS if not issubclass(reference.arguments_of(name), reference.Config)]
+)
+def test_a_switch_or_flag_is_taken_as_the_reference_shows_it(name):
+    """Bare where no values stand beside it, with a word where some do."""
+    kind = reference.arguments_of(name)
+    hints = typing.get_type_hints(kind)
+    by_flag = {field.name.replace("_", "-"): hints[field.name] for field in dataclasses.fields(kind)}
+    arguments = list(reference._arguments(kind))
+    if any(default == "required" for _, _, default, _, _ in arguments):
+        return
+    for flag, values, default, _, _ in arguments:
+        if by_flag.get(flag.removeprefix("--")) is bool:
+            tyro.cli(kind, args=[flag, "false"] if values else [flag])
+            assert bool(values) == bool(default), flag
+
+
+def test_switches_that_are_on_are_shown_so():
+    assert rows_of("commands.md")["--lease-deadlines"][:2] == ["`true`, `false`", "`true`"]
+    assert rows_of("commands.md")["--resume"][:2] == ["", ""]
+
+
+def test_what_a_pipeline_follows_too_is_not_marked_as_for_one_process_alone():
+    rows = rows_of("settings.md")
+    assert rows["staleness.delay_weights"][-1] == "S"
+    for name in PIPELINE_TOO:
+        assert rows[f"staleness.{name}"][-1] == "", name
+
+
+def test_kinds_of_values_are_words():
+    assert reference.type_text(tuple[Literal["a", "b"], ...]) == "any of `a`, `b`"
+    assert reference.type_text(tuple[int, ...]) == "whole numbers"
+    page = reference.PAGES["settings.md"]()
+    for kind in ("switch", "table"):
+        assert f"| {kind} |" in page
+        assert f"*{kind}*" in page.partition("\n## ")[0], f"what a {kind} is, the head of the page says"
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
