@@ -57,16 +57,27 @@ def check_compile(config: Config, *, device: torch.device) -> None:
             "compiled code keeps the weights for its backward in its own way, where no others can be put. Leave out "
             "one of them."
         )
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
-        raise ConfigError(
-            "train.compile needs a C++ compiler on the processor, and there is none. Install g++, name one in CXX, or "
-            "leave train.compile out."
-        )
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            "train.compile needs the package triton on CUDA, which builds of torch for CUDA bring along; it is not "
-            "installed. Install it, or leave train.compile out."
-        )
+    if find_compiler(device.type) is None:
+        raise ConfigError(f"train.compile is set, but there is {MISSING[device.type]}, or leave train.compile out.")
+
+
+MISSING = {
+    "cpu": "no C++ compiler: install g++, or name one in the environment variable CXX",
+    "cuda": "no package triton, which builds of torch for CUDA bring along: install it",
+}
+"""What to do where :func:`find_compiler` finds none."""
+
+
+def find_compiler(device_type: str) -> str | None:
+    """Return what torch.compile makes code with, or ``None``.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+    """
+    if device_type == "cuda":
+        return "triton" if importlib.util.find_spec("triton") else None
+    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def settle_compiler(*, num_threads: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from slipstream import __version__
+from slipstream.compiled import MISSING, find_compiler
 from slipstream.cores import num_cores
 
 REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "tyro", "tomli-w", "rich")
@@ -43,6 +44,7 @@ def examine() -> list[Finding]:
         Finding("cpu capability", torch.backends.cpu.get_cpu_capability()),
         Finding("memory", f"{memory_bytes / 2**30:.1f} GiB"),
         Finding("devices", _devices()),
+        Finding("compiler", _compiler()),
         Finding("backends", _backends(), ok=torch.distributed.is_available()),
         _disk(),
         _gradient(),
@@ -61,6 +63,11 @@ def _devices() -> str:
         return "cpu"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return "cpu, " + ", ".join(f"cuda:{index} {name}" for index, name in enumerate(names))
+
+
+def _compiler() -> str:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return find_compiler(kind) or f"none, so train.compile cannot be used; {MISSING[kind].partition(': ')[2]}"
 
 
 def _backends() -> str:

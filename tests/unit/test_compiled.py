@@ -11,6 +11,7 @@ from torch import nn
 from slipstream import compiled
 from slipstream.compiled import check_compile, while_training
 from slipstream.config import from_dict, resolve
+from slipstream.doctor import Finding, examine
 from slipstream.errors import ConfigError
 from slipstream.models.own import OwnModel, OwnParts
 from slipstream.models.partition import uncut
@@ -122,8 +123,14 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch):
     config = settings(train={"compile": True})
     check_compile(config, device=CPU)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .* Install g\+\+, name one in CXX, or leave"):
+    with pytest.raises(
+        ConfigError, match=r"there is no C\+\+ compiler: install g\+\+, or .* CXX, or leave train.compile out"
+    ):
         check_compile(config, device=CPU)
+    (finding,) = [each for each in examine() if each.name == "compiler"]
+    assert finding == Finding(
+        "compiler", "none, so train.compile cannot be used; install g++, or name one in the environment variable CXX"
+    )
 
 
 def test_a_function_is_compiled_once():
