@@ -17,6 +17,9 @@ from slipstream.train.metrics import read_json_lines
 from slipstream.train.outcome import Kind, read_outcome
 from slipstream.train.rundir import RunDir
 
+MAX_NATS = 100.0
+"""Loss up to which there is a perplexity: beyond lie figures of 44 digits, and soon what no float holds."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CellResult:
@@ -74,7 +77,10 @@ class ArmResult:
 
     @property
     def val_perplexity(self) -> dict[int, float]:
-        """Perplexity per token of the seeds that finished."""
+        """Perplexity per token of the seeds that finished; empty where that of one is no figure any more."""
+        # Without the worst seed the mean of the others would flatter the arm.
+        if any(loss > MAX_NATS for loss in self.val_loss.values()):
+            return {}
         return {seed: math.exp(loss) for seed, loss in self.val_loss.items()}
 
     @property

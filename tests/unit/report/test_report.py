@@ -149,6 +149,35 @@ def test_what_is_picked_on_the_seeds_it_is_judged_by_is_said_to_be(folder, tmp_p
     assert said not in parsed(tmp_path).text
 
 
+RATES = """
+[base.train]
+num_steps = 20
+[grid]
+delays = [0, 1]
+seeds = [0, 1]
+[[grid.rules]]
+name = "adamw"
+lr = {rates}
+"""
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        pytest.param([0.01, 500.0], id="a loss beyond exp"),
+        pytest.param([0.01, 3e37], id="a loss at the end of float32"),
+    ],
+)
+def test_any_rate_that_may_be_trained_with_can_be_reported(rates, tmp_path):
+    grid = parse_grid(tomllib.loads(RATES.format(rates=rates)), source="g.toml", folder=tmp_path)
+    assert compare_grid(grid, tmp_path, train=train_by_formula, note=lambda text: None) is not None
+    assert "Learning rate" in parsed(tmp_path).headings
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r'(points|cx|cy|x|y|width|height)="[^"]*(nan|inf)', html)
+    rows = json.loads((tmp_path / "table.json").read_text())["cells"]
+    assert [row["val_loss_mean"] is not None for row in rows] == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("delayed", "said"),
     [

@@ -100,6 +100,16 @@ def test_a_diverged_seed_is_a_result_and_a_crashed_one_is_none():
     assert feedback["gap_closed_share"] is None
 
 
+def test_a_seed_that_ran_away_has_a_loss_and_its_arm_no_perplexity():
+    rows = by_arm(at_equal_lr([result(SYNC, {0: 2.0, 1: 2.0}), result(DELAY, {0: 2.0, 1: 4867.0})]))
+    sync, delay = rows[SYNC].to_json(), rows[DELAY].to_json()
+    assert sync["val_perplexity_mean"] == pytest.approx(math.exp(2.0))
+    assert delay["val_loss_mean"] == 2434.5
+    # Not that of the seed that held.
+    assert delay["val_perplexity_mean"] is delay["perplexity_gap_to_sync_mean"] is None
+    assert "2434.500 ±" in markdown(list(rows.values()))
+
+
 def test_batches_and_rules_are_compared_with_their_own():
     results = [
         result(arm(batch="8"), {0: 2.0}),
