@@ -202,8 +202,21 @@ def _check_target(out: Path) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             what = "holds files" if out.is_dir() else "is a file"
             raise DataError(f"{out} exists and {what}; nothing was written. Give a new folder, or remove this one.")
+        target = _target(out)
+        if os.path.ismount(target):
+            raise DataError(f"{out} is a mount point, whose place no folder can take. Give a folder in it: {out}/data.")
+        above = next(parent for parent in target.parents if parent.exists())
     except OSError as error:
         raise DataError(f"cannot use the folder {out}: {error.strerror}. Give another.") from error
+    # Else this would show when all the work is done.
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "may not be written in" if above.is_dir() else "is a file"
+        raise DataError(f"cannot make the folder {out}: {above} {what}. Give another place.")
+
+
+def _target(out: Path) -> Path:
+    """Return the folder itself that is to be made, if ``out`` is a link to one or ``.``: none replaces those."""
+    return Path(os.path.realpath(out))
 
 
 def _write_shards(
@@ -289,12 +302,13 @@ def _source_infos(files: Sequence[SourceFile], found: Survey, processes: Process
 @contextmanager
 def _complete_or_nothing(out: Path) -> Iterator[Path]:
     """Give a folder beside ``out`` that takes its place at the end, or vanishes with any error."""
-    folder = out.absolute().parent / f".{out.absolute().name}.partial-{os.getpid()}"
+    target = _target(out)
+    folder = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our number
         folder.mkdir(parents=True)
         yield folder
-        os.replace(folder, out)
+        os.replace(folder, target)
     except OSError as error:
         raise DataError(
             f"cannot write {out}: {error.strerror}. Nothing was left there. Give another folder."

@@ -374,6 +374,40 @@ def test_empty_folder_and_missing_parents_are_fine(tmp_path, monkeypatch) -> Non
     assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["data"]
 
 
+@pytest.mark.parametrize("target", ["empty", "to/be/made"])
+def test_a_link_to_a_folder_is_filled_where_it_leads(tmp_path, target: str) -> None:
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(Path("disk", target))
+    manifest = prepare([builtin_source()], tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert read_manifest(tmp_path / "disk" / target) == manifest
+
+
+def test_the_working_directory_can_be_filled(tmp_path, monkeypatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    manifest = prepare([builtin_source()], ".")
+    assert read_manifest(tmp_path / "here") == manifest
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_what_no_folder_can_replace_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        sys.modules["slipstream.data.prepare"], "survey", lambda *_, **__: pytest.fail("the text was read")
+    )
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
+    with pytest.raises(DataError, match=r"volume is a mount point.*volume/data\."):
+        prepare([builtin_source()], tmp_path / "volume")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file is a file"):
+        prepare([builtin_source()], tmp_path / "file" / "data")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(DataError, match="may not be written in"):
+        prepare([builtin_source()], tmp_path / "a" / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "volume"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), RuntimeError("ours")])
 def test_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, error: BaseException) -> None:
     def fail(self: ByteTokenizer, folder: Path) -> None:
