@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,19 +79,21 @@ class SourceFile:
 def find_files(sources: Sequence[str | Traversable]) -> list[SourceFile]:
     """List the files of text among paths, folders searched to any depth, in the order given and then by name.
 
+    Links are followed, and each file and folder is taken once, however many ways lead to it.
+
     Args:
         sources: Files whose names say what they hold (see above), and folders of them. Other files in a folder, and
             those whose name begins with a dot, are passed over; of a folder that Hugging Face `datasets` has saved,
             the files that its `state.json` lists are taken.
 
     Raises:
-        DataError: A path does not exist or cannot be read, a file has another name, or no file is found.
+        DataError: A path does not exist or cannot be read, a file has another name or is none, or no file is found.
     """
     files: list[SourceFile] = []
     for given in sources:
         source = Path(given) if isinstance(given, str) else given
         if source.is_dir():
-            found = sorted(_walk(source, prefix=source.name), key=lambda file: file.name)
+            found = sorted(_walk(source, prefix=source.name, seen=set()), key=lambda file: file.name)
             if not found:
                 raise DataError(f"the folder {source} holds no file named {_allowed()}. Give another, or rename files.")
             files += found
@@ -104,7 +107,10 @@ def find_files(sources: Sequence[str | Traversable]) -> list[SourceFile]:
             files.append(SourceFile(name=source.name, file=source))
     if not files:
         raise DataError(f"no source was given. Give files named {_allowed()}, or folders of them.")
-    return files
+    once: dict[str, SourceFile] = {}
+    for file in files:
+        once.setdefault(_real_path(file.file), file)
+    return list(once.values())
 
 
 def hold_records(sources: Sequence[str | Traversable]) -> bool:
@@ -215,20 +221,30 @@ class _ZstdReader(io.RawIOBase):
             self._frame = None
 
 
-def _walk(folder: Traversable, *, prefix: str) -> Iterator[SourceFile]:
+def _walk(folder: Traversable, *, prefix: str, seen: set[str]) -> Iterator[SourceFile]:
+    """Yield the files below a folder that is not among those seen: a link may lead back, to what it lies in."""
+    if (real := _real_path(folder)) in seen:
+        return
+    seen.add(real)
     try:
-        entries = list(folder.iterdir())
+        entries = [(entry, entry.is_dir(), entry.is_file()) for entry in folder.iterdir()]
         listed = _files_of_dataset(folder)
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {error.strerror}. Check its permissions.") from error
-    for entry in entries:
+    for entry, is_folder, is_file in sorted(entries, key=lambda each: each[0].name):
         name = f"{prefix}/{entry.name}"
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            yield from _walk(entry, prefix=name)
+        if is_folder:
+            yield from _walk(entry, prefix=name, seen=seen)
         elif entry.name.endswith(_SUFFIXES) and (listed is None or entry.name in listed):
+            if not is_file:
+                raise DataError(f"{entry} is a link to nothing, or no file. Put the file there, or remove the name.")
             yield SourceFile(name=name, file=entry)
+
+
+def _real_path(place: Traversable) -> str:
+    return os.path.realpath(place) if isinstance(place, Path) else str(place)
 
 
 def _files_of_dataset(folder: Traversable) -> set[str] | None:

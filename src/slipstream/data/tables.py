@@ -4,6 +4,7 @@ Only the columns needed are read. A group is a row group of parquet, or a record
 `datasets` saves it, or one in arrow's file format); reading can begin at any.
 """
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from slipstream.errors import DataError, nearest
 # Small, because rows may be whole books; each costs far more than its share of a call.
 _ROWS = 128
 _ARROW_FILE = b"ARROW1"
+_STREAM_BEGIN = b"\xff\xff\xff\xff"
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def read_rows(
@@ -64,7 +67,10 @@ def _parquet(source: SourceFile, raw: Any, columns: list[str], first: int) -> Ba
 
 def _arrow(source: SourceFile, raw: Any) -> Batches:
     ipc = need("pyarrow", source=source).ipc
-    is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
+    begin = raw.read(len(_ARROW_FILE))
+    is_file = begin == _ARROW_FILE
+    if begin.startswith(_STREAM_BEGIN):
+        _check_end(raw)
     raw.seek(0)
     reader = ipc.open_file(raw) if is_file else ipc.open_stream(raw)
     groups = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
@@ -73,6 +79,18 @@ def _arrow(source: SourceFile, raw: Any) -> Batches:
         for at in range(0, group.num_rows, _ROWS):
             yield index, at, before, group.slice(at, _ROWS)
         before += group.num_rows
+    if not is_file and raw.read(1):
+        raise DataError(f"{source.file} goes on after the end of its arrow stream. Put what follows in another file.")
+
+
+def _check_end(raw: Any) -> None:
+    """Refuse a stream that was cut short between two batches, where arrow's reader takes its end for the stream's.
+
+    Streams of arrow before 0.15 begin and end otherwise: with four zero bytes, as what pads a batch may as well.
+    """
+    raw.seek(max(raw.seek(0, io.SEEK_END) - len(_STREAM_END), 0))
+    if raw.read() != _STREAM_END:
+        raise EOFError("it lacks the mark that ends a stream; it was cut short, or its writer was not closed")
 
 
 def _checked(source: SourceFile, present: list[str], columns: list[str]) -> list[str]:

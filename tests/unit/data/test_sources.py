@@ -66,6 +66,31 @@ def test_folders_are_searched_in_order_and_other_files_passed_over(tmp_path) -> 
     assert names == ["z.txt", "books/a.jsonl", "books/b.txt", "books/sub/c.txt.gz"]
 
 
+def test_a_file_is_taken_once_however_many_ways_lead_to_it(tmp_path) -> None:
+    folder = tmp_path / "books"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.txt", "sub/b.txt"):
+        (folder / name).write_bytes(b"")
+    (folder / "loop").symlink_to(".")
+    (folder / "sub" / "up").symlink_to("..")
+    (folder / "z").symlink_to("sub")
+    (folder / "z.txt").symlink_to("a.txt")
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "elsewhere" / "c.txt", b"")
+    (folder / "far").symlink_to(tmp_path / "elsewhere")
+    names = ["books/a.txt", "books/far/c.txt", "books/sub/b.txt"]
+    assert [file.name for file in find_files([folder])] == names
+    assert [file.name for file in find_files([folder, folder / "a.txt", folder / "sub", folder])] == names
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("nothing", path)], ids=["pipe", "broken link"])
+def test_what_is_named_as_a_text_and_is_no_file_is_refused(tmp_path, make) -> None:
+    write(tmp_path / "a.txt", b"")
+    make(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt is a link to nothing, or no file"):
+        find_files([tmp_path])
+
+
 def test_digest_is_of_the_stored_file(tmp_path) -> None:
     path = write(tmp_path / "a.txt.gz", b"hello")
     (source,) = find_files([path])

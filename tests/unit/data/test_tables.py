@@ -124,6 +124,28 @@ def test_damaged_tables_are_refused(tmp_path, write) -> None:
             read(path)
 
 
+def test_a_stream_that_was_cut_between_two_batches_is_refused(tmp_path) -> None:
+    ends = []
+    with (tmp_path / "a.arrow").open("wb") as raw, pa.ipc.new_stream(raw, table(ROWS).schema) as writer:
+        for batch in table(ROWS).to_batches(max_chunksize=100):
+            writer.write_batch(batch)
+            ends.append(raw.tell())
+    whole = (tmp_path / "a.arrow").read_bytes()
+    assert len(ends) == 3
+    assert len(read(tmp_path / "a.arrow")) == len(ROWS)
+    for end in ends:
+        (tmp_path / "a.arrow").write_bytes(whole[:end])
+        with pytest.raises(DataError, match=r"cannot read .*: it lacks the mark that ends a stream"):
+            read(tmp_path / "a.arrow")
+
+
+def test_what_follows_a_stream_is_not_left_out_without_a_word(tmp_path) -> None:
+    path = write_arrow(tmp_path / "a.arrow", ROWS)
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(DataError, match="goes on after the end of its arrow stream"):
+        read(path)
+
+
 def test_only_what_is_needed_is_read(tmp_path) -> None:
     """The first documents of a file come without the rest of it."""
     path = write_parquet(tmp_path / "a.parquet", ROWS, group=50)
