@@ -42,13 +42,24 @@ class CheckpointWriter:
         rank: This writer's number; rank 0 completes and prunes.
         gather: Collects the ranks' records without stopping them.
         keep_last: Complete checkpoints kept; at least 1.
+        resume_step: Step that the run goes on from. Later ones that lie there were passed over: they count for nothing.
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0, gather: GatherRecords | None = None, keep_last: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int = 0,
+        gather: GatherRecords | None = None,
+        keep_last: int = 2,
+        resume_step: int = 0,
+    ) -> None:
         self._folder = folder
         self._rank = rank
         self._gather: GatherRecords = gather or (lambda step, record: [record])
         self._keep_last = keep_last
+        self._resume_step = resume_step
+        self._saved: set[int] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
 
@@ -117,15 +128,19 @@ class CheckpointWriter:
         _sync(part / MANIFEST)
         _sync(part)
         final = step_folder(self._folder, step)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         os.rename(part, final)
         _sync(self._folder)
-        best = best_step(manifest)
-        for old in checkpoint_folders(self._folder)[self._keep_last :]:
-            if best is None or old != step_folder(self._folder, best):
-                shutil.rmtree(old)
+        self._saved.add(step)
+        self._prune(step, best=best_step(manifest))
         return weights
+
+    def _prune(self, step: int, *, best: int | None) -> None:
+        """Remove what the newest checkpoint, of this step, makes superfluous; never what it has not overtaken."""
+        past = [each for each in checkpoint_steps(self._folder) if each <= step]
+        ours = [each for each in past if each <= self._resume_step or each in self._saved]
+        for old in set(past) - set(ours[: self._keep_last]) - {best}:
+            _remove(step_folder(self._folder, old))
 
 
 def run_manifest(
@@ -225,9 +240,11 @@ def best_step(manifest: Mapping[str, Any]) -> int | None:
     return None if best is None else int(best["step"])
 
 
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the step folders of a run, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps that a run has folders of, newest first; whatever else lies beside them is not looked at."""
+    numbers = (each.name.removeprefix("step-") for each in folder.glob("step-*"))
+    steps = sorted({int(number) for number in numbers if number.isdecimal()}, reverse=True)
+    return [step for step in steps if step_folder(folder, step).is_dir()]
 
 
 def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -240,9 +257,9 @@ def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         The checkpoint, or ``None``; and a sentence for each newer one that was passed over.
     """
     passed_over: list[str] = []
-    for candidate in checkpoint_folders(folder):
+    for step in checkpoint_steps(folder):
         try:
-            return open_checkpoint(candidate), passed_over
+            return open_checkpoint(step_folder(folder, step)), passed_over
         except CheckpointError as error:
             passed_over.append(str(error))
     return None, passed_over
@@ -288,6 +305,14 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, as 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, if there is one; of a link, what it leads to stays."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

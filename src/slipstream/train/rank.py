@@ -92,7 +92,9 @@ def _train_here(
 ) -> dict[str, Any] | None:
     if checkpoint is not None:
         executor.restore(checkpoint)
-    writer = CheckpointWriter(RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last)
+    writer = CheckpointWriter(
+        RunDir(Path(config.run_dir)).checkpoints, keep_last=config.checkpoint.keep_last, resume_step=executor.step
+    )
     return _trainer(
         config, executor, work, writer=writer, reporter=reporter, device=device, checkpoint=checkpoint, stop=stop
     ).run()
@@ -143,6 +145,7 @@ def run_pipeline_rank(
         rank=rank,
         gather=gather_through(store, "checkpoint", rank=rank, num_ranks=num_ranks),
         keep_last=config.checkpoint.keep_last,
+        resume_step=executor.step,
     )
     is_first = rank == 0
     reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps) if is_first else SilentReporter()

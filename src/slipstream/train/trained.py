@@ -20,7 +20,7 @@ from slipstream.models.shapes import parameter_names, tied_names
 from slipstream.train.checkpoint import (
     Checkpoint,
     best_step,
-    checkpoint_folders,
+    checkpoint_steps,
     newest_complete,
     open_checkpoint,
     step_folder,
@@ -172,7 +172,7 @@ def chosen_checkpoint(run_dir: RunDir, choice: str) -> Checkpoint:
         raise ConfigError(f"the checkpoint {choice!r} cannot be named so. Give newest, best, or a step such as 200.")
     folder = step_folder(run_dir.checkpoints, step)
     if not folder.is_dir():
-        steps = ", ".join(str(int(each.name[5:])) for each in reversed(checkpoint_folders(run_dir.checkpoints)))
+        steps = ", ".join(map(str, reversed(checkpoint_steps(run_dir.checkpoints))))
         raise CheckpointError(f"{run_dir.checkpoints} has no checkpoint of step {step}. There are: {steps or 'none'}.")
     return open_checkpoint(folder)
 
