@@ -1,7 +1,7 @@
 """What each command can be told. The field docstrings are the ``--help`` texts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -295,3 +295,22 @@ def refuse_given(flags: Mapping[str, object], where: str) -> None:
     if given:
         verb, them = ("has", "it") if len(given) == 1 else ("have", "them")
         raise ConfigError(f"{' and '.join(given)} {verb} no effect {where}. Leave {them} out.")
+
+
+def refuse_bytes(lines: Iterable[str]) -> None:
+    """Refuse settings that are no text: a run writes them into its config.toml, which is UTF-8.
+
+    Args:
+        lines: Settings, as they would be written.
+
+    Raises:
+        ConfigError: One holds a byte that is not UTF-8, such as one in the name of a folder.
+
+    Example:
+        >>> refuse_bytes(['run_dir = "runs"'])
+    """
+    for line in lines:
+        # Python keeps a byte that it cannot decode as half of a character.
+        if any(0xDC80 <= ord(sign) <= 0xDCFF for sign in line):
+            said = line.encode("ascii", "backslashreplace").decode()
+            raise ConfigError(f"{said} is not UTF-8 text, as settings must be. Rename the file or folder.")

@@ -1,5 +1,7 @@
 """The command line: finds the command that the words name, runs it, and turns errors into exit codes."""
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,7 +12,7 @@ from slipstream.commands.models import evaluate, export_hf, generate
 from slipstream.commands.planning import doctor, simulate, simulate_async_dp, stability
 from slipstream.commands.reports import compare, report, watch
 from slipstream.commands.training import config_show, train
-from slipstream.console import silence
+from slipstream.console import complain, silence
 from slipstream.errors import ConfigError, SlipstreamError, nearest
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -32,6 +34,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
 }
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OUR_MISTAKES = (FileNotFoundError, FileExistsError)
+"""What a command has not foreseen of a file's presence; whether it may be used at all is up to the system."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` (``sys.argv`` without the program) names; return the exit code."""
@@ -43,9 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence()
         return 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        complain("interrupted")
         return 130  # as shells have it: 128 and the number of the signal
+    except OSError as error:
+        if not (text := _refusal(error)):
+            raise
+        silence()  # a full disk holds back what the end of the process would try to write once more
+        complain(f"error: {text}")
+        return 2
     return code
+
+
+def _refusal(error: OSError) -> str:
+    """Return what the system refused, as a sentence; empty where that may be a mistake of ours."""
+    if isinstance(error.filename, str | bytes) and not isinstance(error, _OUR_MISTAKES):
+        return (
+            f"cannot use {os.fsdecode(error.filename)}: {error.strerror}. Check the path, and whether this user may "
+            "read and write there."
+        )
+    # Lines that are printed go to no file of a name that we know.
+    if error.filename is None and error.errno in _NO_ROOM:
+        return f"cannot write the output: {error.strerror}. Free space there, or send it elsewhere."
+    return ""
 
 
 def _run(words: Sequence[str]) -> int:
@@ -59,7 +84,7 @@ def _run(words: Sequence[str]) -> int:
         name = _command_name(words)
         return COMMANDS[name](words[len(name.split()) :])
     except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         return error.exit_code
 
 

@@ -161,6 +161,79 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+LONG = "a" * 300
+"""No file system takes such a name."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data prepare LONG --out o",
+        "data prepare a.txt --out LONG",
+        "data inspect LONG",
+        "watch LONG",
+        "report LONG",
+        "generate LONG",
+        "eval LONG --task perplexity --file a.txt",
+        "export hf LONG o",
+        "stability --probe LONG",
+        "train --init-from LONG",
+        "train --resume --run-dir LONG",
+        "train --run-dir LONG",
+        "compare grid.toml --run-dir LONG",
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a text\n")
+    Path("grid.toml").write_text("[grid]\n[[grid.rules]]\nname = 'adamw'\n")
+    assert run(*words.replace("LONG", LONG).split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert LONG in line
+    assert sorted(os.listdir()) == ["a.txt", "grid.toml"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "there"), "cannot use there: Permission denied."),
+        (OSError(28, "No space left on device"), "cannot write the output: No space left on device."),
+        (FileNotFoundError(2, "No such file or directory", "there"), None),
+        (OSError(9, "Bad file descriptor"), None),
+        (OSError("what a library says"), None),
+    ],
+)
+def test_what_may_be_our_mistake_keeps_its_traceback(error, said, capsys, monkeypatch):
+    def refused(argv):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "doctor", refused)
+    monkeypatch.setattr("slipstream.cli.silence", lambda: None)
+    if said is None:
+        with pytest.raises(OSError):  # noqa: PT011
+            main(["doctor"])
+    else:
+        assert main(["doctor"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --run-dir r\udcff",
+        "train --data.path d\udcff --run-dir r",
+        "config show --run-dir r\udcff",
+        "compare grid.toml --run-dir r\udcff",
+    ],
+)
+def test_names_that_are_no_text_are_refused_before_anything_is_written(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words.split()) == 2
+    assert re.search(r"error: .*\\udcff.* is not UTF-8 text", capsys.readouterr().err)
+    assert not os.listdir()
+
+
 def test_doctor_finds_this_machine_fit(capsys):
     assert run("doctor", "--json") == 0
     assert json.loads(capsys.readouterr().out)["gradient check"] == "right"

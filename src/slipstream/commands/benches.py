@@ -20,7 +20,7 @@ def bench_pipeline(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
-    Console().print(bench_table(result))
+    Console(is_result=True).print(bench_table(result))
     print("\n".join(explanation(result)))
     return 0
 

@@ -32,7 +32,7 @@ def simulate(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(figures, indent=1))
         return 0
-    console = Console()
+    console = Console(is_result=True)
     console.print(draw_rich(timeline, width=console.width))
     width = max(map(len, figures))
     for name, value in figures.items():

@@ -6,7 +6,7 @@ from functools import partial
 
 import tyro
 
-from slipstream.arguments import CompareArgs, ReportArgs, WatchArgs, refuse_given
+from slipstream.arguments import CompareArgs, ReportArgs, WatchArgs, refuse_bytes, refuse_given
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -20,6 +20,7 @@ def compare(argv: Sequence[str]) -> int:
     if args.grid:
         own = {"--num-seeds": args.num_seeds, "--tolerance": args.tolerance}
         refuse_given(own, "with a grid, which has seeds of its own and no verdict")
+    refuse_bytes([f"--run-dir {args.run_dir}"])
     grid, judge = grid_and_judge(
         args.grid,
         args.from_config,
@@ -55,4 +56,4 @@ def watch(argv: Sequence[str]) -> int:
     from slipstream.console import Console
     from slipstream.report.watch import watch as follow
 
-    return follow(args.run, console=Console(), interval_s=args.interval)
+    return follow(args.run, console=Console(is_result=True), interval_s=args.interval)

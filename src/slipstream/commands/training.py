@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import tyro
 
-from slipstream.arguments import ConfigArgs, ShowArgs, TrainArgs, refuse_given
+from slipstream.arguments import ConfigArgs, ShowArgs, TrainArgs, refuse_bytes, refuse_given
 from slipstream.commands.summaries import read_summary, summary_table
 from slipstream.config import Config, explicit_settings, load_toml, to_toml
 from slipstream.errors import ConfigError
@@ -25,6 +25,7 @@ def train(argv: Sequence[str]) -> int:
     if not args.resume:
         refuse_given({"--allow-change": args.allow_change or None}, "without --resume")
     config = args.settings()
+    refuse_bytes(to_toml(config).splitlines())
     other = read_summary(args.beside) if args.beside else None
     reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps)
     summary = launch(
@@ -65,7 +66,9 @@ def _origin(args: TrainArgs) -> str:
 
 def config_show(argv: Sequence[str]) -> int:
     """Print the settings that `train` would use."""
-    print(to_toml(_parse_config_args(ShowArgs, argv, prog="slipstream config show").settings()), end="")
+    text = to_toml(_parse_config_args(ShowArgs, argv, prog="slipstream config show").settings())
+    refuse_bytes(text.splitlines())
+    print(text, end="")
     return 0
 
 
