@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import sys
 import tomllib
 import types
 import typing
@@ -79,6 +80,10 @@ __all__ = [
 ]
 
 
+_MOST_THREADS = 1024
+"""Of a process that computes; OpenMP ends it where the system gives no more."""
+
+
 def load_toml(path: str | Path) -> Config:
     """Read a config file.
 
@@ -97,7 +102,7 @@ def load_toml(path: str | Path) -> Config:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). Give a TOML file.") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # among them whole numbers of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     return from_dict(table, source=str(path))
 
@@ -122,7 +127,12 @@ def from_dict(table: Mapping[str, Any], *, source: str = "config") -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the nested tables of a config, without the settings that are ``None`` (TOML has no null)."""
+    """Return the nested tables of a config, without the settings that are ``None`` (TOML has no null).
+
+    Raises:
+        ConfigError: The arguments of a rule hold what TOML has no word for.
+    """
+    _check_arguments(config)
 
     def prune(value: Any) -> Any:
         if isinstance(value, dict):
@@ -222,6 +232,7 @@ def _check_ranges(config: Config) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ConfigError(f"{name} is {number}; give a finite number.")
+    _check_arguments(config)
     at_least_one = {
         "data.sequence_length": config.data.sequence_length,
         "train.num_steps": config.train.num_steps,
@@ -262,6 +273,11 @@ def _check_ranges(config: Config) -> None:
         for name, value in values.items():
             if not value >= bound:
                 raise ConfigError(f"{name} is {value}; it must be {bound} or more.")
+    if config.train.threads_per_rank > _MOST_THREADS:
+        raise ConfigError(
+            f"train.threads_per_rank is {config.train.threads_per_rank}; it must be {_MOST_THREADS} or less, and of use "
+            "are as many as there are cores."
+        )
     if not 0 <= config.staleness.agc.decay < 1:
         raise ConfigError(
             f"staleness.agc.decay is {config.staleness.agc.decay:g}; allowed is 0 (only the newest) to below 1, and "
@@ -269,6 +285,31 @@ def _check_ranges(config: Config) -> None:
         )
     if not config.pipeline.timeout_s > 0:
         raise ConfigError(f"pipeline.timeout_s is {config.pipeline.timeout_s}; it must be more than 0 seconds.")
+
+
+def _check_arguments(config: Config) -> None:
+    """Refuse what would be lost, or fail, when the settings are written and read again."""
+    _check_argument(config.optim.args, "optim.args")
+    _check_argument(config.optim.adamw_args, "optim.adamw_args")
+
+
+def _check_argument(value: Any, name: str) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_argument(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_argument(item, f"{name}, item {i}")
+    elif value is None:
+        raise ConfigError(
+            f"{name} is null, which no config file can say. Leave it out, or give a number, text or list."
+        )
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}; give a finite number.")
+    elif not isinstance(value, int | float | str):
+        raise ConfigError(
+            f"{name} is {value!r}; allowed are numbers, texts, true and false, and lists and tables of them."
+        )
 
 
 SINGLE_ONLY = (
@@ -377,6 +418,8 @@ def _checked(value: Any, hint: Any, *, where: str, words: Sequence[str] = ()) ->
         (inner,) = (arg for arg in typing.get_args(hint) if isinstance(arg, type) and arg is not types.NoneType)
         return _checked(value, inner, where=where, words=words)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > sys.float_info.max:
+            raise ConfigError(f"{where} is a whole number of more than 300 digits; give a smaller one.")
         return float(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):

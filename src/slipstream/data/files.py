@@ -227,14 +227,13 @@ def _walk(folder: Traversable, *, prefix: str, seen: set[str]) -> Iterator[Sourc
         return
     seen.add(real)
     try:
-        entries = [(entry, entry.is_dir(), entry.is_file()) for entry in folder.iterdir()]
+        shown = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        entries = [(entry, entry.is_dir(), entry.is_file()) for entry in shown]
         listed = _files_of_dataset(folder)
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {error.strerror}. Check its permissions.") from error
     for entry, is_folder, is_file in sorted(entries, key=lambda each: each[0].name):
         name = f"{prefix}/{entry.name}"
-        if entry.name.startswith("."):
-            continue
         if is_folder:
             yield from _walk(entry, prefix=name, seen=seen)
         elif entry.name.endswith(_SUFFIXES) and (listed is None or entry.name in listed):

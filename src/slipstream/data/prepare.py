@@ -29,7 +29,7 @@ from slipstream.data.packing import Packed, SplitAt, pack_in_order
 from slipstream.data.processes import Processes
 from slipstream.data.records import Document
 from slipstream.data.shards import SPLITS, ShardWriter, Split, sync
-from slipstream.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from slipstream.data.tokenizer import ByteTokenizer, Tokenizer, check_vocab_size, train_bpe
 from slipstream.errors import ConfigError, DataError, nearest
 
 
@@ -48,6 +48,7 @@ class Progress:
 
 _ENCODE_CHARS = 2**22
 _SHARED_BYTES = 2**25
+_MOST_WORKERS = 1024
 
 VOCAB_SIZE = 4096
 """Tokens of a BPE to train, where nothing else is asked for."""
@@ -79,14 +80,14 @@ def prepare(
         out: The folder to make; must not exist, or be empty.
         tokenizer: `bytes`; `bpe`, trained on the training split alone, and of a large one on an even sample
             (see :mod:`slipstream.data.learning`); or one that exists.
-        vocab_size: Most tokens of the BPE to train, from 257; without effect otherwise.
+        vocab_size: Most tokens of the BPE to train, from 257 to 16,777,216; without effect otherwise.
         text_field: Field of records that holds the text.
         split_key: Field of records whose equal values stay on one side, such as the author.
         validation_fraction: About this part of documents, groups or blocks is held out; above 0, below 1.
         shard_tokens: Most ids in a file, from 1.
         salt: Any text; another one gives another split.
-        num_workers: Processes that read files and encode, from 1, which is this one alone; none: one for each core,
-            where there is enough text. A program that gives more than 1 needs the usual
+        num_workers: Processes that read files and encode, from 1, which is this one alone, to 1,024; none: one for each
+            core, where there is enough text. A program that gives more than 1 needs the usual
             ``if __name__ == "__main__":``.
         progress: Called as the work goes on.
 
@@ -101,8 +102,10 @@ def prepare(
     Cost: memory for one document and for about 4 MB of text being encoded, three times that for each further process.
     """
     _check_settings(tokenizer, vocab_size, validation_fraction=validation_fraction, shard_tokens=shard_tokens)
-    if num_workers is not None and num_workers < 1:
-        raise ConfigError(f"num_workers is {num_workers}; at least 1 process has to work. Give 1 or more.")
+    if num_workers is not None and not 1 <= num_workers <= _MOST_WORKERS:
+        raise ConfigError(
+            f"num_workers is {num_workers}; at least 1 process has to work, and {_MOST_WORKERS} at most can."
+        )
     out = Path(out)
     _check_target(out)
     files = find_files(sources)
@@ -193,8 +196,8 @@ def _check_settings(
         )
     if shard_tokens < 1:
         raise ConfigError(f"shard_tokens is {shard_tokens}; a shard needs at least 1 token. Leave it out for 2^26.")
-    if tokenizer == "bpe" and vocab_size < ByteTokenizer.vocab_size:
-        train_bpe([], vocab_size=vocab_size)  # raises, before any text is read
+    if tokenizer == "bpe":
+        check_vocab_size(vocab_size)
 
 
 def _check_target(out: Path) -> None:

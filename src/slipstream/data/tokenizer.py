@@ -27,6 +27,7 @@ BPE_FILE = "tokenizer.json"
 EOS_TEXT = "<|endoftext|>"
 """Name of the end-of-document id in the vocabulary of a BPE tokenizer."""
 
+_MOST_TOKENS = 2**24
 PIECE_CHARS = 2048
 SLAB_PIECES = 2048
 # `\n` after a sign that is not white space always begins a new word of the byte-level pattern, which looks ahead but
@@ -196,6 +197,21 @@ class BpeTokenizer:
         write_identity(self, Path(folder))
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuse a size that no BPE vocabulary can have.
+
+    Raises:
+        ConfigError: It is below 257, or above 16,777,216.
+    """
+    if vocab_size < ByteTokenizer.vocab_size:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}; a BPE vocabulary needs at least {ByteTokenizer.vocab_size} tokens: 256 bytes "
+            "and the end of a document. Give a larger vocab_size, or the tokenizer `bytes`."
+        )
+    if vocab_size > _MOST_TOKENS:
+        raise ConfigError(f"vocab_size is {vocab_size}; allowed are {_MOST_TOKENS} at most, and usual are some 50,000.")
+
+
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
     """Learn a byte-level BPE vocabulary.
 
@@ -207,15 +223,11 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
         vocab_size: Tokens at most, from 257 (256 bytes and the end of a document).
 
     Raises:
-        ConfigError: ``vocab_size`` is below 257.
+        ConfigError: ``vocab_size`` is below 257, or above 16,777,216.
 
     Cost: memory for the distinct words of the texts, not for the texts.
     """
-    if vocab_size < ByteTokenizer.vocab_size:
-        raise ConfigError(
-            f"vocab_size is {vocab_size}; a BPE vocabulary needs at least {ByteTokenizer.vocab_size} tokens: 256 bytes "
-            "and the end of a document. Give a larger vocab_size, or the tokenizer `bytes`."
-        )
+    check_vocab_size(vocab_size)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,

@@ -1,6 +1,7 @@
 """`slipstream eval`: a model, a task and a file -> figures."""
 
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -39,6 +40,8 @@ def run_task(
         )
     if limit is not None and limit < 1:
         raise ConfigError(f"the limit is {limit}; it must be 1 or more.")
+    if limit is not None:
+        limit = min(limit, sys.maxsize)  # as far as iterators count, which is all there are
     if task == "perplexity":
         return perplexity(scorer, path, limit=limit, text_field=text_field)
     known: QuestionTask = task  # type: ignore[assignment]  # one of those that are left

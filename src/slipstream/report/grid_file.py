@@ -1,6 +1,6 @@
 """Reads a grid from TOML, and says of a mistake in it which row it is in."""
 
-import math
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +24,14 @@ def load_grid(path: str | Path) -> Grid:
     """
     path = Path(path)
     try:
-        return parse_grid(tomllib.loads(path.read_text(encoding="utf-8")), source=str(path), folder=path.parent)
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the grid {path}: {error.strerror}. Give the path of a TOML file.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}). Give a TOML file.") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # among them whole numbers of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    return parse_grid(document, source=str(path), folder=path.parent)
 
 
 def parse_grid(document: Mapping[str, Any], *, source: str, folder: Path) -> Grid:
@@ -237,7 +238,7 @@ def _numbers(value: Any, where: str, *, whole: bool = False) -> tuple[Any, ...]:
         value,
         where,
         wanted,
-        lambda item: isinstance(item, kinds) and not isinstance(item, bool) and 0 <= item < math.inf,
+        lambda item: isinstance(item, kinds) and not isinstance(item, bool) and 0 <= item <= sys.float_info.max,
     )
     if not numbers:
         raise ConfigError(f"{where} is empty; give at least one number.")

@@ -25,6 +25,9 @@ from slipstream.train.status import standing
 KEPT_ROWS = 2000
 """Newest rows kept in memory."""
 
+LONGEST_S = 86_400
+"""Between two looks."""
+
 QUIET_S = 30.0
 """Seconds without a step, and ten times the usual, after which that is said."""
 
@@ -202,10 +205,10 @@ def watch(
         end, 130 after Ctrl-C here, which does the run no harm.
 
     Raises:
-        ConfigError: There is no run, or the interval is not above 0.
+        ConfigError: There is no run, or the interval is not above 0, or longer than a day.
     """
-    if not interval_s > 0:
-        raise ConfigError(f"the interval is {interval_s:g} seconds; give more than 0.")
+    if not 0 < interval_s <= LONGEST_S:
+        raise ConfigError(f"the interval is {interval_s:g} seconds; give more than 0, and {LONGEST_S} (a day) at most.")
     follower = Follower(Path(run))
     show = _draw if console.is_terminal and not console.is_dumb_terminal else _print
     try:

@@ -86,6 +86,11 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be 1 or more.")
     checkpoint = _newest(config.run)
+    if not checkpoint.manifest["tokenizer"]:
+        raise ConfigError(
+            f"the run in {config.run} trained a module of your own, which only your program can build. Give a run of "
+            "`slipstream train`."
+        )
     run = from_dict(dict(checkpoint.manifest["config"]), source=str(checkpoint.folder))
     batches = _next_batches(run, checkpoint, num_batches=config.num_batches)
     weights = _published(run, checkpoint, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -347,6 +347,8 @@ def test_only_one_group_is_refused(tmp_path) -> None:
         ({"validation_fraction": float("nan")}, "validation_fraction is nan"),
         ({"shard_tokens": 0}, "shard_tokens is 0"),
         ({"num_workers": 0}, "num_workers is 0"),
+        ({"num_workers": 10**20}, "and 1024 at most can"),
+        ({"tokenizer": "bpe", "vocab_size": 10**20}, "allowed are 16777216 at most"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path, settings: dict[str, object], message: str) -> None:

@@ -203,6 +203,7 @@ def test_perplexity_of_a_text_and_of_records(model, tmp_path):
     assert found["bits_per_byte"] == pytest.approx(nats / 24 / math.log(2))
     assert found["perplexity"] == pytest.approx(math.exp(nats / 24))
     assert run_task(scorer, "perplexity", tmp_path / "t.jsonl", limit=1, text_field="body")["num_tokens"] == 19
+    assert run_task(scorer, "perplexity", tmp_path / "t.jsonl", limit=10**20, text_field="body")["num_items"] == 2
     (tmp_path / "t.txt").write_text(texts[0])
     assert run_task(scorer, "perplexity", tmp_path / "t.txt")["num_tokens"] == 19
 

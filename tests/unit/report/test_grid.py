@@ -207,6 +207,13 @@ def test_a_mistake_names_the_row_or_cell_and_the_nearest_name(fault):
     assert re.search(said, str(caught.value)), caught.value
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_numbers_of_any_length_are_a_sentence(tmp_path, digits):
+    (tmp_path / "grid.toml").write_text(RULES.replace("0.01", "1" + "0" * digits))
+    with pytest.raises(ConfigError, match=r"must be a list of numbers from 0 on|digits"):
+        load_grid(tmp_path / "grid.toml")
+
+
 def test_a_file_that_is_none_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the grid"):
         load_grid(tmp_path / "no.toml")

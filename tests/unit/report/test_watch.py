@@ -117,7 +117,7 @@ def test_nothing_is_known_of_a_run_without_a_word(tmp_path):
     assert "no process has left word that it trains here" in text(console)
 
 
-@pytest.mark.parametrize("interval", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("interval", [0.0, -1.0, float("nan"), float("inf"), 1e9])
 def test_bad_input_is_refused(tmp_path, interval):
     with pytest.raises(ConfigError, match=r"no run directory: it has no config\.toml"):
         watch(tmp_path, console=plain())

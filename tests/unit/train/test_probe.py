@@ -250,7 +250,11 @@ def test_what_cannot_be_measured_is_a_sentence(tmp_path, capsys):
         run_probe(ProbeConfig(run=str(tmp_path), num_batches=0))
     train(tmp_path / "run")
     (manifest,) = (tmp_path / "run").glob("checkpoints/*/manifest.json")
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"data_sha256": "0" * 64}))
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"tokenizer": "", "data_sha256": "0" * 64}))  # as of a module of one's own
+    with pytest.raises(ConfigError, match="trained a module of your own, which only your program can build"):
+        run_probe(ProbeConfig(run=str(tmp_path / "run")))
+    manifest.write_text(json.dumps(content | {"data_sha256": "0" * 64}))
     with pytest.raises(ConfigError, match="holds other data than the run was trained on"):
         run_probe(ProbeConfig(run=str(tmp_path / "run")))
     manifest.unlink()
