@@ -51,20 +51,25 @@ class Scale:
         step = nice_step((self.high - self.low) / max(count, 1))
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
-        return [round(k * step, 12) + 0.0 for k in range(first, last + 1)]
+        return [_rounded(k * step) + 0.0 for k in range(first, last + 1)]
 
 
 def nice_step(at_least: float) -> float:
     """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is not below a figure.
 
     Example:
-        >>> nice_step(0.17), nice_step(3.0)
-        (0.2, 5.0)
+        >>> nice_step(0.17), nice_step(3.0), nice_step(2.2e-16)
+        (0.2, 5.0, 2.5e-16)
     """
     if at_least <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(at_least))
-    return next((round(k * power, 12) for k in (1, 2, 2.5, 5) if k * power >= at_least * (1 - 1e-9)), 10 * power)
+    return next((_rounded(k * power) for k in (1, 2, 2.5, 5) if k * power >= at_least * (1 - 1e-9)), 10 * power)
+
+
+def _rounded(value: float) -> float:
+    """Return a figure without the noise of its last digits, however small it is."""
+    return float(f"{value:.12g}")
 
 
 def padded(values: Iterable[float], *, share: float = 0.06, include: Iterable[float] = ()) -> tuple[float, float]:
@@ -77,7 +82,11 @@ def padded(values: Iterable[float], *, share: float = 0.06, include: Iterable[fl
     """
     values, include = list(values), list(include)
     low, high = min(values), max(values)
-    room = (high - low) * share or abs(high) * share or 1.0
+    extent = high - low
+    # Figures that no tick could tell apart, such as 1 and 1 but for rounding, are one figure.
+    if extent <= 1e-6 * max(abs(low), abs(high)):
+        extent = abs(high)
+    room = extent * share or 1.0
     return min([low - room, *include]), max([high + room, *include])
 
 
@@ -200,12 +209,14 @@ def tick_format(ticks: Sequence[float]) -> str:
     """Return the number format with as many digits as the distance of ticks needs.
 
     Example:
-        >>> tick_format([0.0, 0.05, 0.1]), tick_format([2.0, 2.5]), tick_format([0.0, 10.0])
-        ('.2f', '.1f', '.0f')
+        >>> tick_format([0.0, 0.05, 0.1]), tick_format([2.0, 2.5]), tick_format([0.0, 10.0]), tick_format([0.0, 2e-9])
+        ('.2f', '.1f', '.0f', 'g')
     """
     if len(ticks) < 2:
         return "g"
     step = ticks[1] - ticks[0]
+    if step < 1e-6:
+        return "g"
     digits = next((n for n in range(6) if abs(step * 10**n - round(step * 10**n)) < 1e-6), 6)
     return f".{digits}f"
 

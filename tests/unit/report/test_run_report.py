@@ -17,6 +17,7 @@ from slipstream.report.run_staleness import staleness_counts
 from slipstream.report.run_timeline import measured_timeline
 from slipstream.report.run_verdict import verdict
 from slipstream.report.runs import open_runs
+from slipstream.report.svg import Scale, tick_format
 from slipstream.train.metrics import read_json_lines
 
 
@@ -53,6 +54,28 @@ def test_everything_there_is_has_a_picture(folder):
         r"https?:|//[a-z]|@import|<script|<link|<img|src=", html.replace("http://www.w3.org/2000/svg", "")
     )
     assert not re.search(r'(points|cx|cy|x|y|width|height)="[^"]*(nan|inf)', html)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [[1.0, 1 - 1.2e-13], [1.5, 1.5 + 2.2e-16], [1e-15, 2e-15], [-1e-16, 1e-16], [1e-300, 3e-300], [0.0], [-2.0]],
+)
+def test_figures_that_hardly_differ_can_be_drawn(figures, tmp_path):
+    def extras(step):
+        return {"method_metrics": {"a/cosine": figures[step % len(figures)]}}
+
+    run = write_run(tmp_path / "run", num_steps=20, evaluate_every=20, extras=extras)
+    html = render_runs(open_runs([run]))
+    assert "<h3>a/cosine</h3>" in html
+    assert not re.search(r'(points|cx|cy|x|y|width|height)="[^"]*(nan|inf)', html)
+
+
+@pytest.mark.parametrize("high", [1.0, 1e-9, 3e-13, 4e-40])
+def test_an_axis_has_ticks_however_small_its_figures(high):
+    ticks = Scale(low=0.0, high=high, start=0, end=100).ticks()
+    assert 3 <= len(set(ticks)) == len(ticks) <= 6
+    texts = [format(each, tick_format(ticks)) for each in ticks]
+    assert len(set(texts)) == len(texts)
 
 
 def test_what_is_not_there_has_none(tmp_path):
