@@ -275,8 +275,8 @@ def _check_ranges(config: Config) -> None:
                 raise ConfigError(f"{name} is {value}; it must be {bound} or more.")
     if config.train.threads_per_rank > _MOST_THREADS:
         raise ConfigError(
-            f"train.threads_per_rank is {config.train.threads_per_rank}; it must be {_MOST_THREADS} or less, and of use "
-            "are as many as there are cores."
+            f"train.threads_per_rank is {config.train.threads_per_rank}; it must be {_MOST_THREADS} or less, and of "
+            "use are as many as there are cores."
         )
     if not 0 <= config.staleness.agc.decay < 1:
         raise ConfigError(

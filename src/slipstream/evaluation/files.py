@@ -34,8 +34,8 @@ def read_task_files(path: str | Path, *, suffixes: tuple[str, ...]) -> list[tupl
     path = Path(path)
     try:
         if path.is_dir():
-            found = [(str(each), each.read_bytes()) for each in sorted(path.rglob("*")) if each.is_file()]
-            files = [(name, data) for name, data in found if _holds_questions(name, suffixes)]
+            named = [each for each in sorted(path.rglob("*")) if _holds_questions(str(each), suffixes)]
+            files = [(str(each), each.read_bytes()) for each in named if each.is_file()]
         elif tarfile.is_tarfile(path):
             files = _members(path, suffixes)
         else:

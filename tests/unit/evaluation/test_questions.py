@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +160,16 @@ def test_what_lies_beside_questions_is_passed_over(tmp_path):
         for path in sorted(tmp_path.glob("[!a]*.txt")):
             archive.add(path, f"hellaswag/{path.name}")
     assert len(read_questions("hellaswag", tmp_path / "all.tar")) == 2
+
+
+def test_what_lies_beside_questions_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "h.txt").write_text(HELLASWAG)
+    (tmp_path / "model.safetensors").write_text("many gigabytes")
+    (tmp_path / "folder.txt").mkdir()
+    read, names = Path.read_bytes, []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (names.append(path.name), read(path))[1])
+    assert len(read_questions("hellaswag", tmp_path)) == 2
+    assert names == ["h.txt"]
 
 
 def test_a_readme_that_is_asked_for_is_read(tmp_path):
