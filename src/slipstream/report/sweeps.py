@@ -107,6 +107,7 @@ def lr_section(results: Sequence[ArmResult], palette: Palette) -> Section | None
         if arm.read == ALL:
             groups.setdefault(f"{arm.rule}, batch {arm.batch}" if several_batches else arm.rule, []).append(result)
     for name, group in groups.items():
+        group = [result for result in group if result.arm.lr > 0]  # 0 has no place on an axis of ratios
         if len({result.arm.lr for result in group}) < 2:
             continue
         series: dict[str, Series] = {}

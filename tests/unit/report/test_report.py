@@ -166,16 +166,18 @@ lr = {rates}
     [
         pytest.param([0.01, 500.0], id="a loss beyond exp"),
         pytest.param([0.01, 3e37], id="a loss at the end of float32"),
+        pytest.param([0.0, 0.01, 0.02], id="no rate at all"),
+        pytest.param([0.0, 0.01], id="no rate at all, beside a single one"),
     ],
 )
 def test_any_rate_that_may_be_trained_with_can_be_reported(rates, tmp_path):
     grid = parse_grid(tomllib.loads(RATES.format(rates=rates)), source="g.toml", folder=tmp_path)
     assert compare_grid(grid, tmp_path, train=train_by_formula, note=lambda text: None) is not None
-    assert "Learning rate" in parsed(tmp_path).headings
+    assert ("Learning rate" in parsed(tmp_path).headings) is (sum(rate > 0 for rate in rates) > 1)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not re.search(r'(points|cx|cy|x|y|width|height)="[^"]*(nan|inf)', html)
     rows = json.loads((tmp_path / "table.json").read_text())["cells"]
-    assert [row["val_loss_mean"] is not None for row in rows] == [True] * 4
+    assert [row["val_loss_mean"] is not None for row in rows] == [True] * 2 * len(rates)
 
 
 @pytest.mark.parametrize(
