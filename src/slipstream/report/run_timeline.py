@@ -40,7 +40,10 @@ def timeline_svg(runs: Sequence[Run]) -> str:
 
 
 def measured_timeline(run: Run) -> Timeline | None:
-    """Return what a run's trace says its ranks computed; ``None`` where there is no trace that can be read."""
+    """Return what a run's trace says its ranks computed; ``None`` where there is none that can be read and is of now.
+
+    A run that is resumed with other stages keeps the trace of those before, unless it is traced again.
+    """
     try:
         events = json.loads(RunDir(run.path).trace.read_text(encoding="utf-8"))["traceEvents"]
         ranks: dict[int, list[Span]] = defaultdict(list)
@@ -49,7 +52,10 @@ def measured_timeline(run: Run) -> Timeline | None:
                 ranks[event["pid"]].append(_span(event))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not ranks or run.config.executor != "pipeline":
+    if run.config.executor != "pipeline":
+        return None
+    spec, stages = pipeline_spec(run.config), {span.action.stage for spans in ranks.values() for span in spans}
+    if set(ranks) != set(range(spec.num_ranks)) or stages != set(range(spec.num_stages)):
         return None
     spans = tuple(tuple(sorted(ranks[rank], key=lambda span: span.start_ms)) for rank in sorted(ranks))
     return Timeline(ranks=spans, num_microbatches=run.config.pipeline.num_microbatches)

@@ -31,7 +31,7 @@ class Run:
         config: Its settings.
         rows: Of ``metrics.jsonl``, at least one.
         evaluations: Of ``evaluations.jsonl``.
-        summary: Of a run that reached its last step; otherwise empty.
+        summary: Of a run that reached its last step, and has not been resumed since; otherwise empty.
         state: How it stands, in a few words.
         failure: Why it failed; empty where it did not.
     """
@@ -159,10 +159,25 @@ def _open(path: Path, name: str) -> Run:
         config=config,
         rows=rows,
         evaluations=read_json_lines(run_dir.evaluations) if run_dir.evaluations.is_file() else [],
-        summary=json.loads(run_dir.summary.read_text(encoding="utf-8")) if run_dir.summary.is_file() else {},
+        summary=_summary(run_dir, step=None if status and status.state == "finished" else rows[-1]["step"]),
         state=f"ended at {progress}" if status is None else states.get(status.state, f"failed at {progress}"),
         failure=status.message if status is not None else "",
     )
+
+
+def _summary(run_dir: RunDir, *, step: int | None) -> dict[str, Any]:
+    """Return what a run's summary says; nothing where it has none that can be read.
+
+    Args:
+        run_dir: The run's.
+        step: That it must be of, for a run that goes on keeps the summary of its shorter past; ``None``: of any.
+    """
+    try:
+        summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    is_of_now = isinstance(summary, dict) and (step is None or summary.get("num_steps") == step)
+    return summary if is_of_now else {}
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

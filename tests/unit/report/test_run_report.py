@@ -240,6 +240,38 @@ def test_a_damaged_trace_is_left_out(folder, tmp_path):
     assert "Pipeline" not in parsed(render_runs(open_runs([run]))).headings
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_trace_of_other_stages_is_left_out(num_stages, tmp_path):
+    path = pipeline_run(tmp_path / "run", num_steps=20)
+    config = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(config.replace("num_stages = 3", f"num_stages = {num_stages}"))
+    html = render_runs(open_runs([path]))
+    assert "as it ran" not in html
+    assert f"pipeline of {num_stages} stages" in html
+
+
+def test_a_run_that_goes_on_is_not_told_by_the_summary_of_its_past(tmp_path):
+    path = worker_run(tmp_path / "run")
+    rows = read_json_lines(path / "metrics.jsonl")
+    new = {"microbatches_by_worker": {"0": 700, "1": 700}, "throughput_share": 0.9}
+    new |= {"pushes_rejected": 0, "ledger_balanced": True}
+    write_lines(path / "metrics.jsonl", [*rows, rows[-1] | {"step": 401, "workers": new, "staleness_max": 5}])
+    (path / "status.json").write_text('{"state": "stopped"}')
+    for text in ((path / "summary.json").read_text(), "{", "null"):
+        (path / "summary.json").write_text(text)
+        (run,) = open_runs([path])
+        assert [each.microbatches for each in run.workers.workers] == [700, 700]
+        assert max(staleness_counts(run)) == 5
+        assert "700" in render_runs([run])
+
+
+def test_a_finished_run_that_lost_rows_keeps_its_summary(tmp_path):
+    path = worker_run(tmp_path / "run")
+    write_lines(path / "metrics.jsonl", read_json_lines(path / "metrics.jsonl")[:300])
+    (path / "status.json").write_text('{"state": "finished"}')
+    assert open_runs([path])[0].summary["num_steps"] == 400
+
+
 def test_tokens_and_time_add_up_over_rows(folder):
     (run,) = open_runs([folder / "sync"])
     assert run.tokens[-1] == 400 * 1024
