@@ -28,9 +28,10 @@ SCHEDULES = ("actions", "cycle_order", "schedules", "validation")
 """Of the pipeline: what decides, without tensors."""
 
 LAYERS = (
-    ("errors", "console", "digests", "cores"),
+    ("errors", "console", "digests", "cores", "folders", "heap"),
     ("settings",),
     ("config",),
+    ("compiled",),
     ("data", "models", "optim", "staleness", *(f"pipeline.{name}" for name in SCHEDULES)),
     tuple(f"dataparallel.{name}" for name in CONTROL_PLANE),
     ("device", "executor", "microbatches"),

@@ -12,7 +12,6 @@ The shards are written beside the target and renamed at the end: the target is c
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
@@ -31,6 +30,7 @@ from slipstream.data.records import Document
 from slipstream.data.shards import SPLITS, ShardWriter, Split, sync
 from slipstream.data.tokenizer import ByteTokenizer, Tokenizer, check_vocab_size, train_bpe
 from slipstream.errors import ConfigError, DataError, nearest
+from slipstream.folders import real_target, whole_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ def _check_target(out: Path) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             what = "holds files" if out.is_dir() else "is a file"
             raise DataError(f"{out} exists and {what}; nothing was written. Give a new folder, or remove this one.")
-        target = _target(out)
+        target = real_target(out)
         if os.path.ismount(target):
             raise DataError(f"{out} is a mount point, whose place no folder can take. Give a folder in it: {out}/data.")
         above = next(parent for parent in target.parents if parent.exists())
@@ -215,11 +215,6 @@ def _check_target(out: Path) -> None:
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         what = "may not be written in" if above.is_dir() else "is a file"
         raise DataError(f"cannot make the folder {out}: {above} {what}. Give another place.")
-
-
-def _target(out: Path) -> Path:
-    """Return the folder itself that is to be made, if ``out`` is a link to one or ``.``: none replaces those."""
-    return Path(os.path.realpath(out))
 
 
 def _write_shards(
@@ -305,16 +300,10 @@ def _source_infos(files: Sequence[SourceFile], found: Survey, processes: Process
 @contextmanager
 def _complete_or_nothing(out: Path) -> Iterator[Path]:
     """Give a folder beside ``out`` that takes its place at the end, or vanishes with any error."""
-    target = _target(out)
-    folder = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process that had our number
-        folder.mkdir(parents=True)
-        yield folder
-        os.replace(folder, target)
+        with whole_folder(out) as folder:
+            yield folder
     except OSError as error:
         raise DataError(
             f"cannot write {out}: {error.strerror}. Nothing was left there. Give another folder."
         ) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -408,6 +409,25 @@ def test_what_no_folder_can_replace_is_refused_before_the_work(tmp_path, monkeyp
     with pytest.raises(DataError, match="may not be written in"):
         prepare([builtin_source()], tmp_path / "a" / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "volume"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_leaves_nothing(tmp_path, monkeypatch, number: signal.Signals) -> None:
+    def end(self: ByteTokenizer, folder: Path) -> None:
+        assert any(Path(folder).glob("*.tokens"))
+        assert signal.getsignal(number) is not signal.SIG_DFL  # which would end the tests
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(ByteTokenizer, "save", end)
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run without a terminal to hang up
+    try:
+        with pytest.raises(SystemExit) as caught:
+            prepare([builtin_source()], tmp_path / "data")
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert caught.value.code == 128 + number
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), RuntimeError("ours")])
