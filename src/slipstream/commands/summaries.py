@@ -17,7 +17,7 @@ def summary_table(summary: Summary, other: Summary | None, *, run_dir: str) -> s
         ("executor", [_executor_text(run) for run in runs]),
         ("validation loss, before", [f"{run['val_loss_before']:.4f}" for run in runs]),
         ("validation loss, after", [f"{run['val_loss']:.4f} (x) {run['val_loss_y']:.4f} (y)" for run in runs]),
-        ("bits per byte", [f"{run['val_bits_per_byte']:.4f}" for run in runs]),
+        ("bits per byte", [_bits_text(run["val_bits_per_byte"]) for run in runs]),
         ("tokens per second", [f"{run['tokens_per_s']:.0f}" for run in runs]),
         ("staleness, mean / max", [f"{run['staleness_mean']:.3f} / {run['staleness_max']}" for run in runs]),
         *_share_row(runs),
@@ -42,6 +42,10 @@ def _share_row(runs: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     return [("of the workers' own speeds", shares)]
 
 
+def _bits_text(bits: float | None) -> str:
+    return "-" if bits is None else f"{bits:.4f}"  # a model of one's own need not be one of text
+
+
 def _bubble_text(share: float | None) -> str:
     return "not counted" if share is None else f"{share:.1%}"
 
@@ -58,12 +62,14 @@ def read_summary(run_dir: str) -> Summary:
     """Read another run's summary.
 
     Raises:
-        ConfigError: The run has none.
+        ConfigError: The run has none that can be shown.
     """
     path = Path(run_dir) / "summary.json"
     try:
-        summary: Summary = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        summary: Summary = json.loads(path.read_text(encoding="utf-8"))
+        # Before the training rather than after it: whether all of it is there.
+        summary_table(summary, summary, run_dir=run_dir)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"--beside {run_dir}: there is no readable {path}. Give the directory of a run that reached its last step."
         ) from error
