@@ -5,8 +5,10 @@ import json
 import shutil
 
 import pytest
+from safetensors import SafetensorError
 
 from slipstream.cli import main
+from slipstream.models import huggingface
 
 SMALL = "--data.sequence-length 32 --train.microbatch-size 2 --pipeline.num-microbatches 2 --evaluate.num-sequences 4"
 SHAPE = "--model.num-layers 2 --model.dim 16 --model.num-heads 2 --model.num-kv-heads 1 --model.ffn-dim 24"
@@ -38,6 +40,16 @@ def test_export_says_whether_it_was_checked(trained, tmp_path, capsys):
     assert "model.safetensors" in found["files"]
     assert run("export", "hf", trained / "run", tmp_path / "b") == 2
     assert "exists; nothing was written" in capsys.readouterr().err
+
+
+def test_a_full_disk_under_an_export_is_a_sentence(trained, tmp_path, monkeypatch, capsys):
+    def full(tensors, path, **_):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    assert run("export", "hf", trained / "run", tmp_path / "out") == 2
+    assert "out: I/O error: No space left on device (os error 28). Give another folder." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing half written stays"
 
 
 def test_eval_of_a_run_and_of_its_export_agree(trained, tmp_path, capsys):

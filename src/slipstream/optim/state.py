@@ -24,6 +24,10 @@ _SETTINGS = frozenset({"params", "param_names", "lr", "initial_lr", "weight_deca
 """Group keys that come from the config, whatever they are by now."""
 
 
+_ON_HOST = frozenset({"step", "mu_product"})
+"""State that torch's rules keep on the host: on the device each step would wait for it, once a parameter."""
+
+
 def export_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return an optimizer's state by parameter name.
 
@@ -192,8 +196,8 @@ def _import_group_values(group: dict[str, Any], saved: Mapping[str, Mapping[str,
 def _restored(value: Any, param: Tensor, *, group: Mapping[str, Any], key: Any = None) -> Any:
     """Return a copy of a state value, with tensors on the device where the rule would have made them."""
     if isinstance(value, Tensor):
-        if key == "step" and not (group.get("capturable") or group.get("fused")):
-            return value.detach().clone()  # rules read it on the host; torch leaves it there too
+        if key in _ON_HOST and not (group.get("capturable") or group.get("fused")):
+            return value.detach().clone()
         if value.shape == param.shape:
             # In the parameter's memory layout, as rules make it.
             return torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value.detach())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from slipstream import __version__
@@ -67,8 +68,9 @@ def export_hub(run: str | Path, out: str | Path, *, weights: Point = "x", checkp
         difference = logit_difference(part, model)
         _refuse_difference(difference, f"the export of {run}")
         os.replace(part, out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror or error}. Give another folder.") from error
+    except (OSError, SafetensorError) as error:  # the latter for a disk that is full, among others
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write {out}: {reason}. Give another folder.") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     assert model.step is not None

@@ -158,6 +158,26 @@ def test_settings_of_the_new_run_win():
     assert second.param_groups[0]["weight_decay"] == 0.1
 
 
+@pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"])
+def test_restored_state_lies_where_the_rule_would_have_made_it(name):
+    """The device meta stands for CUDA: a scalar that a rule reads on the host must not be moved there."""
+
+    def begun(device):
+        weight = nn.Parameter(torch.ones(3, 2, device=device))
+        optimizer = build(getattr(torch.optim, name), {}, {"w": weight})
+        weight.grad = torch.ones(3, 2, device=device)
+        optimizer.step()
+        return optimizer
+
+    expected = export_state(begun("meta"))["w"]
+    resumed = build(getattr(torch.optim, name), {}, {"w": nn.Parameter(torch.ones(3, 2, device="meta"))})
+    import_state(resumed, export_state(begun("cpu")))
+    found = export_state(resumed)["w"]
+    assert {key: value.device.type for key, value in found.items()} == {
+        key: value.device.type for key, value in expected.items()
+    }
+
+
 class Elaborate(torch.optim.Optimizer):
     """Keeps state in every place and form that rules outside torch use."""
 
