@@ -12,12 +12,24 @@ import time
 
 import pytest
 import torch
-from tests.distributed.harness import FACTS, as_pipeline, batch_of, facts, pipeline_executor, run_config, settings
+from tests.distributed.harness import (
+    FACTS,
+    as_pipeline,
+    batch_of,
+    facts,
+    pipeline_executor,
+    run_config,
+    settings,
+    validation_of,
+)
 from tests.distributed.pool import CPU, Pool, RankError, shared_pool
 from torch.distributed import FileStore
 
+from slipstream.config import resolve
+from slipstream.data.tokenizer import ByteTokenizer
 from slipstream.errors import ConfigError, NonFiniteError, StageError
 from slipstream.pipeline.transport import PeerError
+from slipstream.train import saving
 from slipstream.train.launch import launch
 from slipstream.train.processes import run_processes
 from slipstream.train.progress import SilentReporter
@@ -134,6 +146,61 @@ def test_killed_and_resumed(tmp_path, rank):
     found = train(tmp_path / "run", resume=True, train={"num_steps": saved + 2}, **settings)
     expected = train(tmp_path / "whole", train={"num_steps": saved + 2}, **settings)
     assert found["weights_sha256"] == expected["weights_sha256"]
+
+
+def notes_of_an_evaluation(rank, config):
+    said = []
+    executor = pipeline_executor(rank, config)
+    executor._note = lambda number, text: said.append((number, text))
+    executor.evaluate(validation_of(config), "y")
+    executor.close()
+    return said
+
+
+def test_an_evaluation_says_how_far_it_is():
+    """One that takes longer than a standstill may last is none."""
+    found = shared_pool(2).run(notes_of_an_evaluation, as_pipeline(settings(), 2))
+    for rank, said in enumerate(found):
+        assert said == [(rank, f"evaluation on y, batch {number} of 3") for number in (1, 2, 3)]
+
+
+def train_alone(folder, config, checkpoint, pipe):
+    """Be the one rank of a pipeline, on a disk that goes on once it was said that it is used."""
+    said, digest = [], saving.file_digest
+
+    def slow_digest(path):
+        deadline = time.monotonic() + 20
+        while not any(f"reading {path.name}" in text for _, text in said) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return digest(path)
+
+    saving.file_digest = slow_digest
+    saving.LOOK_EVERY_S = 0.01
+    store = FileStore(str(folder / f"store{config.train.num_steps}"), 1)
+
+    def note(rank, text):
+        said.append((rank, text))
+
+    run_pipeline_rank(config, rank=0, local_rank=0, store=store, checkpoint=checkpoint, note=note)
+    pipe.send(said)
+
+
+def test_a_rank_says_what_it_builds_reads_and_saves(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    for num_steps in (1, 2):
+        tables = {"train": {"num_steps": num_steps}, "evaluate": {"every_steps": 0}, "executor": "pipeline"}
+        config = run_config(tmp_path, pipeline={"num_stages": 1}, **tables)
+        config = resolve(config, vocab_size=ByteTokenizer().vocab_size, cuda=False)
+        checkpoint = tmp_path / "checkpoints" / "step-00000001" if num_steps == 2 else None
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=train_alone, args=(tmp_path, config, checkpoint, theirs), daemon=True)
+        process.start()
+        assert ours.poll(90)
+        said = [text for _, text in ours.recv()]
+        process.join(60)
+        assert said[0] == "building the model"
+        assert any(text.startswith("reading y/") for text in said) == (num_steps == 2)
+        assert f"saving step {num_steps}: reading rank-0.safetensors again" in said
 
 
 # --- numbers that are not finite ---------------------------------------------------------------------------------

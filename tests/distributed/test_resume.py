@@ -14,11 +14,12 @@ from tests.distributed.pool import CPU, shared_pool
 from torch.distributed import PrefixStore
 
 from slipstream.digests import combined_digest
-from slipstream.train.checkpoint import CheckpointWriter, open_checkpoint
+from slipstream.train.checkpoint import open_checkpoint
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
 from slipstream.train.rank import gather_through
+from slipstream.train.saving import CheckpointWriter
 from slipstream.train.single import SingleExecutor
 
 NUM_STEPS = 6

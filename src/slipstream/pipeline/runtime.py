@@ -118,13 +118,13 @@ class PipelineExecutor:
         drained before nor filled again after.
         """
         batches = list(batches)
-        self._note(self._rank, f"evaluation on {point}")
         channels = {name: self._flow.channel(name) for name in ("evaluate", "evaluate_wrap")}
         for stage in self._programs:
             if source := self._flow.neighbour(stage, -1, "evaluate"):
                 channels[source[1]].expect(source[0], len(batches))
         total = torch.zeros((), dtype=torch.float64, device=self._transport.device)
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
+            self._note(self._rank, f"evaluation on {point}, batch {number} of {len(batches)}")
             for stage, program in self._programs.items():
                 total += self._evaluate_stage(stage, program, batch, point, channels)
         for channel in channels.values():

@@ -1,169 +1,26 @@
-"""Checkpoints: one folder a step, one safetensors file and one JSON file a rank, a manifest that makes it complete.
+"""Checkpoints: one folder a step, safetensors files and one JSON file a rank, a manifest that makes it complete.
 
-A folder is written beside its final place and renamed when whole, so a reader never sees half of one. Everything is
-kept by parameter name, so any number of ranks can read what any other number wrote.
+Everything is kept by parameter name, so any number of ranks can read what any other number wrote. How they are written:
+:mod:`slipstream.train.saving`.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.config import Config, config_hash, to_dict
-from slipstream.digests import combined_digest
 from slipstream.errors import CheckpointError
-from slipstream.executor import Snapshot
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _NEEDED = ("step", "config", "weights_sha256", "tokenizer", "data_sha256")
 """Keys of a manifest without which a checkpoint cannot be used."""
-
-GatherRecords = Callable[[int, dict[str, Any]], list[dict[str, Any]] | None]
-"""Takes a step and this rank's record; returns every rank's on rank 0, ``None`` elsewhere."""
-
-
-class CheckpointWriter:
-    """Saves snapshots in the background and keeps the newest ``keep_last``, and what the manifest calls the best.
-
-    Args:
-        folder: The run's ``checkpoints`` folder.
-        rank: This writer's number; rank 0 completes and prunes.
-        gather: Collects the ranks' records without stopping them.
-        keep_last: Complete checkpoints kept; at least 1.
-        resume_step: Step that the run goes on from. Later ones that lie there were passed over: they count for nothing.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int = 0,
-        gather: GatherRecords | None = None,
-        keep_last: int = 2,
-        resume_step: int = 0,
-    ) -> None:
-        self._folder = folder
-        self._rank = rank
-        self._gather: GatherRecords = gather or (lambda step, record: [record])
-        self._keep_last = keep_last
-        self._resume_step = resume_step
-        self._saved: set[int] = set()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[str | None] | None = None
-
-    def save(self, step: int, snapshot: Snapshot, manifest: Mapping[str, Any]) -> None:
-        """Begin to save; waits for the previous save first.
-
-        Args:
-            step: Updates made.
-            snapshot: This rank's state; must not change any more.
-            manifest: What rank 0 adds to the manifest (config, data cursor, versions).
-
-        Raises:
-            CheckpointError: The *previous* save failed.
-        """
-        self.wait()
-        self._pending = self._thread.submit(self._save, step, snapshot, manifest)
-
-    def wait(self) -> str | None:
-        """Wait until the last save is complete; return its weights digest (rank 0 only).
-
-        Raises:
-            CheckpointError: It failed.
-        """
-        if self._pending is None:
-            return None
-        pending, self._pending = self._pending, None
-        try:
-            return pending.result()
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError(
-                f"cannot save a checkpoint in {self._folder}: {reason}. Free space or choose another "
-                "run directory, then go on with --resume."
-            ) from error
-
-    def _save(self, step: int, snapshot: Snapshot, manifest: Mapping[str, Any]) -> str | None:
-        part = self._folder / f".saving-{step:08d}"
-        part.mkdir(parents=True, exist_ok=True)
-        stem = f"rank-{self._rank}"
-        save_file(dict(snapshot.tensors), part / f"{stem}.safetensors")
-        (part / f"{stem}.json").write_text(json.dumps(snapshot.scalars))
-        files = {}
-        for name in (f"{stem}.safetensors", f"{stem}.json"):
-            _sync(part / name)
-            files[name] = {"sha256": file_digest(part / name), "num_bytes": (part / name).stat().st_size}
-        records = self._gather(step, {"files": files, "digests": snapshot.digests})
-        if records is None:
-            return None
-        return self._complete(step, part, records, manifest)
-
-    def _complete(
-        self, step: int, part: Path, records: Iterable[Mapping[str, Any]], manifest: Mapping[str, Any]
-    ) -> str:
-        digests: dict[str, str] = {}
-        files: dict[str, Any] = {}
-        for record in records:
-            digests |= record["digests"]
-            files |= record["files"]
-        for stale in {path.name for path in part.iterdir()} - set(files):
-            (part / stale).unlink()  # left by an interrupted save with more ranks
-        weights = combined_digest(digests)
-        whole = {"format_version": FORMAT_VERSION, "step": step, "weights_sha256": weights, "files": files} | dict(
-            manifest
-        )
-        (part / MANIFEST).write_text(json.dumps(whole, indent=1))
-        _sync(part / MANIFEST)
-        _sync(part)
-        final = step_folder(self._folder, step)
-        _remove(final)
-        os.rename(part, final)
-        _sync(self._folder)
-        self._saved.add(step)
-        self._prune(step, best=best_step(manifest))
-        return weights
-
-    def _prune(self, step: int, *, best: int | None) -> None:
-        """Remove what the newest checkpoint, of this step, makes superfluous; never what it has not overtaken."""
-        past = [each for each in checkpoint_steps(self._folder) if each <= step]
-        ours = [each for each in past if each <= self._resume_step or each in self._saved]
-        for old in set(past) - set(ours[: self._keep_last]) - {best}:
-            _remove(step_folder(self._folder, old))
-
-
-def run_manifest(
-    config: Config, *, step: int, tokenizer: str, data_sha256: str, resumed: "Checkpoint | None" = None
-) -> dict[str, Any]:
-    """Return what a run adds to the manifest of a checkpoint.
-
-    Args:
-        config: Resolved settings.
-        step: Updates made.
-        tokenizer: Its fingerprint.
-        data_sha256: Identifies the data.
-        resumed: What the run was resumed from, maybe with batches of another size.
-    """
-    step_before, used = (resumed.step, int(resumed.manifest["next_sequence"])) if resumed is not None else (0, 0)
-    return {
-        "config": to_dict(config),
-        "config_hash": config_hash(config),
-        "tokenizer": tokenizer,
-        "data_sha256": data_sha256,
-        "next_sequence": used + (step - step_before) * config.batch_size * config.local_steps,
-        "versions": {"torch": torch.__version__},
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,10 +30,12 @@ class Checkpoint:
     Args:
         folder: A ``step-...`` folder.
         manifest: Its parsed manifest.
+        note: Is told of each tensor before it is read.
     """
 
     folder: Path
     manifest: Mapping[str, Any]
+    note: Callable[[str], None] = lambda text: None
 
     @property
     def step(self) -> int:
@@ -220,6 +79,7 @@ class Checkpoint:
                 f"the checkpoint {self.folder} has no tensor '{name}'. It belongs to another model or optimizer; "
                 "resume with the settings it was saved with."
             )
+        self.note(f"reading {name}")
         tensor: Tensor = self._holders[name].get_tensor(name)
         return tensor
 
@@ -265,12 +125,15 @@ def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, passed_over
 
 
-def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(
+    folder: Path, *, verify: bool = True, note: Callable[[str], None] = lambda text: None
+) -> Checkpoint:
     """Open one step folder and verify every file against its manifest.
 
     Args:
         folder: A ``step-...`` folder.
         verify: Also compare checksums; a rank leaves that to whoever chose the checkpoint.
+        note: Is told of each tensor before it is read.
 
     Raises:
         CheckpointError: The manifest or a file is missing, truncated or changed.
@@ -293,7 +156,7 @@ def open_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
             raise CheckpointError(f"the checkpoint {folder} is corrupt: {name} does not match its checksum.")
     if missing := [key for key in _NEEDED if key not in manifest]:
         raise CheckpointError(f"the checkpoint {folder} is incomplete: its {MANIFEST} has no '{missing[0]}'.")
-    checkpoint = Checkpoint(folder, manifest)
+    checkpoint = Checkpoint(folder, manifest, note)
     try:
         _ = checkpoint.tensor_names
     except SafetensorError as error:
@@ -305,20 +168,3 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, as 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, if there is one; of a link, what it leads to stays."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,10 +15,11 @@ from slipstream.data.text_checks import same_ids
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import whole
 from slipstream.models.shapes import expert_width, head_dim
-from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, open_checkpoint, run_manifest
+from slipstream.train.checkpoint import Checkpoint, open_checkpoint
 from slipstream.train.disk import write_whole
 from slipstream.train.export import check_logits
 from slipstream.train.rundir import RunDir
+from slipstream.train.saving import CheckpointWriter, run_manifest
 from slipstream.train.trained import TrainedModel, open_trained
 
 TRAINING_ONLY = ("dropout", "activation_checkpointing", "seed", "init_std", "router_aux_loss", "router_z_loss")

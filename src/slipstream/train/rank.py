@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from slipstream.microbatches import microbatch_loader
 from slipstream.models.shapes import flops_per_token
 from slipstream.pipeline.runtime import PipelineExecutor
 from slipstream.pipeline.transport import connect
-from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, GatherRecords, open_checkpoint
+from slipstream.train.checkpoint import Checkpoint, open_checkpoint
 from slipstream.train.progress import ConsoleReporter, Reporter, SilentReporter
 from slipstream.train.rundir import RunDir
+from slipstream.train.saving import CheckpointWriter, GatherRecords
 from slipstream.train.single import SingleExecutor
 from slipstream.train.trace import trace_events, write_trace
 from slipstream.train.trackers import Trackers
-from slipstream.train.trainer import StopFlag, TimedSource, Trainer
+from slipstream.train.trainer import StopFlag, TimedSource, Trainer, stop_signals
 from slipstream.train.workload import OpenWorkload, Workload, of_dataset, open_tokens, timed, training_loader
 
 UNLIMITED = datetime.timedelta(days=365)
@@ -128,38 +130,43 @@ def run_pipeline_rank(
     settle(config, device)
     num_ranks = config.pipeline.num_stages
     transport = connect(store, rank=rank, num_ranks=num_ranks, device=device, timeout_s=config.pipeline.timeout_s)
-    resumed = open_checkpoint(checkpoint, verify=False) if checkpoint is not None else None
-    work = (open_workload or open_tokens)(config, rank, resumed)
-    executor = PipelineExecutor(
-        config,
-        work.source,
-        transport=transport,
-        note=note,
-        record_steps=config.log.trace_steps,
-        model=work.model,
-    )
-    if resumed is not None:
-        executor.restore(resumed)
-    writer = CheckpointWriter(
-        RunDir(Path(config.run_dir)).checkpoints,
-        rank=rank,
-        gather=gather_through(store, "checkpoint", rank=rank, num_ranks=num_ranks),
-        keep_last=config.checkpoint.keep_last,
-        resume_step=executor.step,
-    )
-    is_first = rank == 0
-    reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps) if is_first else SilentReporter()
-    trainer = _trainer(
-        config,
-        executor,
-        work,
-        writer=writer,
-        reporter=reporter,
-        device=device,
-        checkpoint=resumed,
-        rank=rank,
-    )
-    summary = trainer.run()
+    tell = partial(note, rank)
+    with stop_signals() as stop:  # before the first note: whoever started the ranks passes a stop on from then on
+        resumed = open_checkpoint(checkpoint, verify=False, note=tell) if checkpoint is not None else None
+        tell("building the model")
+        work = (open_workload or open_tokens)(config, rank, resumed)
+        executor = PipelineExecutor(
+            config,
+            work.source,
+            transport=transport,
+            note=note,
+            record_steps=config.log.trace_steps,
+            model=work.model,
+        )
+        if resumed is not None:
+            executor.restore(resumed)
+        writer = CheckpointWriter(
+            RunDir(Path(config.run_dir)).checkpoints,
+            rank=rank,
+            gather=gather_through(store, "checkpoint", rank=rank, num_ranks=num_ranks),
+            keep_last=config.checkpoint.keep_last,
+            resume_step=executor.step,
+            note=tell,
+        )
+        is_first = rank == 0
+        reporter = ConsoleReporter(Console(), every_steps=config.log.every_steps) if is_first else SilentReporter()
+        trainer = _trainer(
+            config,
+            executor,
+            work,
+            writer=writer,
+            reporter=reporter,
+            device=device,
+            checkpoint=resumed,
+            rank=rank,
+            stop=stop,
+        )
+        summary = trainer.run()
     if executor.step == config.train.num_steps:
         executor.close()
     note(rank, "waiting for the other ranks to end")
@@ -182,7 +189,10 @@ def leave_together(store: Store, *, rank: int, num_ranks: int) -> None:
 
 
 def gather_through(store: Store, purpose: str, *, rank: int, num_ranks: int) -> GatherRecords:
-    """Return a way for rank 0 to collect what each rank wrote, that makes no other rank wait.
+    """Return a way for rank 0 to collect what each rank wrote.
+
+    The others wait for one another too: one whose disk is faster would soon wait for a message of one that still
+    saves, and only so long (``pipeline.timeout_s``).
 
     Args:
         store: Shared by the ranks.
@@ -193,10 +203,10 @@ def gather_through(store: Store, purpose: str, *, rank: int, num_ranks: int) -> 
 
     def gather(step: int, record: dict[str, Any]) -> list[dict[str, Any]] | None:
         store.set(f"{purpose}/{step}/{rank}", json.dumps(record))
-        if rank != 0:
-            return None
         keys = [f"{purpose}/{step}/{each}" for each in range(num_ranks)]
         store.wait(keys, UNLIMITED)
+        if rank != 0:
+            return None
         return [json.loads(store.get(key)) for key in keys]
 
     return gather

@@ -17,7 +17,7 @@ from slipstream.data.loader import Batch
 from slipstream.data.tokenizer import Tokenizer
 from slipstream.errors import NonFiniteError
 from slipstream.executor import BatchSource, Executor, StepReport
-from slipstream.train.checkpoint import Checkpoint, CheckpointWriter, run_manifest
+from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.evaluate import Evaluation, evaluate
 from slipstream.train.metrics import (
     JsonLines,
@@ -27,6 +27,7 @@ from slipstream.train.metrics import (
 )
 from slipstream.train.progress import Reporter
 from slipstream.train.rundir import RunDir
+from slipstream.train.saving import CheckpointWriter, run_manifest
 from slipstream.train.summary import summarize
 from slipstream.train.trackers import Trackers
 
