@@ -155,7 +155,9 @@ class Trainer:
         self._best: dict[str, Any] | None = resumed.manifest.get("best") if resumed else None
         if rank == 0:
             self._metrics = JsonLines(run_dir.metrics, resume_step=executor.step)
-            self._evaluations = JsonLines(run_dir.evaluations, resume_step=executor.step)
+            # What is evaluated anew at once is not kept: it may be of other weights, or there twice.
+            kept = executor.step - 1 if self._begins_with_evaluation else executor.step
+            self._evaluations = JsonLines(run_dir.evaluations, resume_step=kept)
 
     def run(self) -> dict[str, Any] | None:
         """Train to the last step.
@@ -186,8 +188,10 @@ class Trainer:
             )
         try:
             with stop_signals(self._stop) as stop:
-                if executor.step == 0:
-                    self._evaluate()
+                if self._begins_with_evaluation:
+                    evaluation = self._evaluate()
+                    if executor.step and self._is_best(evaluation):
+                        self._save()
                 stopped = False
                 while executor.step < config.train.num_steps and not stopped:
                     begin = time.perf_counter()
@@ -221,6 +225,11 @@ class Trainer:
             **executor.figures(),
         }
         return summarize(config, self._run_dir, step=executor.step, best=best, more=more)
+
+    @property
+    def _begins_with_evaluation(self) -> bool:
+        """Whether the step to continue from is the first, or also the last, where it may have been stopped."""
+        return self._executor.step in (0, self._config.train.num_steps)
 
     def _record(self, report: StepReport, step_s: float) -> None:
         step, batch = report.step, report.step - 1

@@ -1,6 +1,7 @@
 """2N steps == N + resume + N, bitwise, through the files on disk."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -151,8 +152,8 @@ def test_a_damaged_row_is_named_and_nothing_is_lost(tmp_path, damage):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
 def test_lost_rows_are_told(tmp_path, name):
-    """As when the machine lost power: the file is there, its end is not."""
-    train(tmp_path, num_steps=3)
+    """As when the machine lost power: the file is there, its end is not. The last evaluation is then made anew."""
+    expected = train(tmp_path, num_steps=3)["val_loss"]
     file = tmp_path / name
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:1]) + "\0" * 100)
     said = []
@@ -161,8 +162,11 @@ def test_lost_rows_are_told(tmp_path, name):
         def note(self, text):
             said.append(text)
 
-    with pytest.raises(CheckpointError, match=f"{name} has no row of step 3"):
-        train(tmp_path, num_steps=3, resume=True, reporter=Listener())
+    if name == "metrics.jsonl":
+        with pytest.raises(CheckpointError, match=f"{name} has no row of step 3"):
+            train(tmp_path, num_steps=3, resume=True, reporter=Listener())
+    else:
+        assert train(tmp_path, num_steps=3, resume=True, reporter=Listener())["val_loss"] == expected
     assert any("has rows of 1 of the 3 steps" in text for text in said) == (name == "metrics.jsonl")
     assert train(tmp_path, num_steps=4, resume=True)["num_steps"] == 4
 
@@ -238,3 +242,36 @@ def test_the_manifest_says_what_the_checkpoint_is(tmp_path):
     assert manifest["next_sequence"] == 8
     assert manifest["config"]["optim"]["lr"] == 0.01
     assert len(manifest["tokenizer"]) == len(manifest["data_sha256"]) == 64
+
+
+def test_before_the_first_checkpoint_the_first_evaluation_is_made_anew(tmp_path):
+    """Nothing was saved, so that it may have been of another model."""
+    train(tmp_path, num_steps=2)
+    for step in (tmp_path / "checkpoints").iterdir():
+        shutil.rmtree(step)
+    found = train(tmp_path, num_steps=2, resume=True, model={"seed": 7, "init_std": 0.5})
+    expected = train(tmp_path / "other", num_steps=2, model={"seed": 7, "init_std": 0.5})
+    assert [row["step"] for row in read_json_lines(tmp_path / "evaluations.jsonl")] == [0, 2]
+    assert found["val_loss_before"] == expected["val_loss_before"]
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key != "evaluation_s"} for row in rows]
+
+
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_a_run_can_end_where_it_was_stopped(tmp_path, keep_best):
+    """At a step that was saved but never evaluated, since it was not the last one then."""
+    keep = {"keep_best": keep_best}
+    whole = train(tmp_path / "whole", num_steps=3, checkpoint=keep)
+    train(tmp_path / "run", num_steps=5, checkpoint={"every_steps": 3, "keep_last": 5})
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000005")
+    ended = train(tmp_path / "run", num_steps=3, resume=True, checkpoint=keep)
+    for key in ("num_steps", "val_loss", "weights_sha256", "best_step", "best_val_loss"):
+        assert ended.get(key) == whole.get(key), key
+    evaluations = [without_times(read_json_lines(tmp_path / run / "evaluations.jsonl")) for run in ("run", "whole")]
+    assert evaluations[0] == evaluations[1]
+    best = newest_checkpoint(RunDir(tmp_path / "run")).manifest.get("best")
+    assert best == newest_checkpoint(RunDir(tmp_path / "whole")).manifest.get("best")
+    assert train(tmp_path / "run", num_steps=3, resume=True, checkpoint=keep)["val_loss"] == whole["val_loss"]
+    assert without_times(read_json_lines(tmp_path / "run" / "evaluations.jsonl")) == evaluations[1], "each row once"
