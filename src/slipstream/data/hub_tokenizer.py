@@ -27,6 +27,7 @@ from slipstream.errors import DataError
 CONFIG_FILE = "tokenizer_config.json"
 _CONFIGS = (CONFIG_FILE, "special_tokens_map.json")
 _MODEL_CONFIGS = ("generation_config.json", "config.json")
+_MARKS = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 class HubTokenizer:
@@ -37,7 +38,7 @@ class HubTokenizer:
         eos_id: Id that ends a document.
 
     Raises:
-        DataError: The tokenizers library cannot read the text, or ``eos_id`` is none of its ids.
+        DataError: The tokenizers library cannot read the text, or ``eos_id`` is none of its ids, or one of text.
     """
 
     name = "hub"
@@ -54,6 +55,10 @@ class HubTokenizer:
         self.eos_id = eos_id
         checked_ids([eos_id], vocab_size=self.vocab_size)
         self._end = self._backend.id_to_token(eos_id) or ""
+        model = json.loads(text)["model"]
+        self._prefix, self._suffix = (model.get(name) or "" for name in _MARKS)
+        if model.get("unk_token") != self._end:
+            self._check_end()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text."""
@@ -82,6 +87,20 @@ class HubTokenizer:
         encoded = [self._backend.encode(part, add_special_tokens=False).ids for part in parts]
         return list(itertools.chain.from_iterable(encoded))
 
+    def _check_end(self) -> None:
+        """Refuse an end of document that stands for ordinary text, such as a line break: no cut keeps it out."""
+        for text in (self._end, self._backend.decode([self.eos_id], skip_special_tokens=False)):
+            try:
+                # Thrice, for a name whose halves make it anew where it is repeated.
+                is_text = self.eos_id in self.encode(3 * text)
+            except Exception:  # the library's, of a vocabulary that lacks the signs
+                continue
+            if is_text:
+                raise DataError(
+                    f"id {self.eos_id} ({self._end!r}) cannot end documents: text holds it, and would fall apart "
+                    f'there. Name another "eos_token" in {CONFIG_FILE}, one that stands for no text.'
+                )
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens give nothing.
 
@@ -91,16 +110,22 @@ class HubTokenizer:
         return self._backend.decode(checked_ids(ids, vocab_size=self.vocab_size), skip_special_tokens=True)
 
     def token_bytes(self) -> npt.NDArray[np.int64]:
-        """Return how many UTF-8 bytes each id stands for, shape (vocab_size,); 0 for special tokens and gaps."""
+        """Return how many UTF-8 bytes each id stands for, shape (vocab_size,); 0 for special tokens and gaps.
+
+        Marks of the parts of words are none of the text; where a vocabulary knows words alone, neither are the spaces
+        between them.
+        """
         counts = np.zeros(self.vocab_size, dtype=np.int64)
-        special = {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        added = self._backend.get_added_tokens_decoder()
         # One sign of the byte-level alphabet is one byte; other tokenizers write a space as a low line.
         by_bytes = '"ByteLevel"' in self._text
         for token, i in self._vocabulary.items():
-            if i in special:
+            if i in added and added[i].special:
                 continue
+            if i not in added:
+                token = token.removeprefix(self._prefix).removesuffix(self._suffix)
             if by_bytes:
-                counts[i] = len(token)
+                counts[i] = len(token.encode() if i in added else token)
             elif len(token) == 6 and token.startswith("<0x"):
                 counts[i] = 1
             else:

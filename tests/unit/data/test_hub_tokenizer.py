@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from slipstream.data.hub_tokenizer import HubTokenizer, named_begin_id, open_hub_tokenizer, write_hub_tokenizer
 from slipstream.data.text_checks import same_ids
@@ -130,6 +130,57 @@ def test_bytes_of_a_tokenizer_that_writes_spaces_as_low_lines():
     assert HubTokenizer(backend.to_str(), 1).token_bytes().tolist() == [0, 0, 1, 3, 2]
 
 
+SENTENCE = "the cat sat on the mat"
+
+
+def with_marks(kind):
+    """A vocabulary of parts of words, which it tells from whole ones by a mark."""
+    settings = {"vocab_size": 18, "special_tokens": ["<eos>", "<unk>"], "show_progress": False}
+    if kind == "##":
+        backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+        trainer = trainers.WordPieceTrainer(**settings)
+    else:
+        backend = tokenizers.Tokenizer(models.BPE(end_of_word_suffix=kind))
+        trainer = trainers.BpeTrainer(end_of_word_suffix=kind, **settings)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator([SENTENCE] * 9, trainer)
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["##", "</w>"])
+def test_marks_of_parts_of_words_are_no_bytes_of_the_text(kind):
+    backend = with_marks(kind)
+    found = HubTokenizer(backend.to_str(), 0)
+    ids = found.encode(SENTENCE)
+    assert any(kind in backend.id_to_token(i) for i in ids)
+    assert found.token_bytes()[ids].sum() == len(SENTENCE.replace(" ", ""))
+
+
+def byte_level(folder):
+    write_hub_tokenizer(ByteTokenizer(), folder, context_length=64)
+    return (folder / "tokenizer.json").read_text()
+
+
+def test_bytes_of_a_word_added_to_a_byte_level_vocabulary(tmp_path):
+    backend = tokenizers.Tokenizer.from_str(byte_level(tmp_path))
+    backend.add_tokens(["caf\u00e9"])
+    found = HubTokenizer(backend.to_str(), ByteTokenizer.eos_id)
+    ids = found.encode("a caf\u00e9")
+    assert found.token_bytes()[ids].tolist() == [1, 1, 5]
+
+
+@pytest.mark.parametrize("end", ["\n", "aa", "byte 10"])
+def test_an_end_of_document_that_text_holds_is_refused(tmp_path, end):
+    by_signs = tokenizers.Tokenizer(models.BPE(vocab={"\n": 0, "a": 1, "aa": 2}, merges=[("a", "a")])).to_str()
+    text, number = {
+        "\n": (by_signs, 0),
+        "aa": (by_signs, 2),
+        "byte 10": (byte_level(tmp_path), 10),
+    }[end]
+    with pytest.raises(DataError, match=rf"id {number} .* cannot end documents: text holds it"):
+        HubTokenizer(text, number)
+
+
 def whole_pieces(kind):
     """Tokenizers whose vocabulary has the end of a text among the pieces that texts are made of."""
     if kind == "unigram":
@@ -163,8 +214,9 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(DataError, match='Put "eos_token" into'):
         open_hub_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert open_hub_tokenizer(tmp_path).eos_id == 7
+    end = tokenizer("bpe").eos_id
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [end, 9]}))
+    assert open_hub_tokenizer(tmp_path).eos_id == end
     with pytest.raises(DataError, match="tokenizers library"):
         HubTokenizer("{}", 0)
 
