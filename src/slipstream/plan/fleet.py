@@ -12,6 +12,14 @@ from slipstream.errors import ConfigError
 
 SPREAD = "'constant' or 'lognormal:SIGMA' with SIGMA from 0 to 3, the standard deviation of the logarithm"
 
+LEAST, MOST = 1e-9, 1e12
+"""Of numbers that are not 0: a clock that has to hold both a step and a restart keeps the digits of either."""
+
+LEAST_SPEED, MOST_SPEED = 1e-6, 1e6
+
+MOST_RETRIES = 700.0
+"""Failures in a step, on average, from which on it is never done: the expected time is beyond all floats."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FleetConfig:
@@ -92,21 +100,21 @@ class FleetConfig:
         if not 1e-6 <= self.microbatch_ms <= 1e9:
             raise ConfigError(f"microbatch_ms is {self.microbatch_ms:g}; give milliseconds from 1e-6 to 1e9.")
         for name in ("num_parameters", "wire_bytes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name):g}; give a finite number of more than 0.")
+            if not LEAST <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} is {getattr(self, name):g}; give a number from {LEAST:g} to {MOST:g}.")
         if self.asks_ahead and self.microbatches_per_worker < self.num_stages - 1:
             raise ConfigError(
                 f"microbatches_per_worker is {self.microbatches_per_worker}; two_bw with {self.num_stages} stages "
                 f"needs {self.num_stages - 1} at least. Give more, or --pipeline-schedule one_f_one_b."
             )
         for name in ("link_gbps", "server_ms", "failures_per_hour", "restart_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name):g}; give a finite number of 0 or more.")
+            if getattr(self, name) and not LEAST <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} is {getattr(self, name):g}; give 0, or a number from {LEAST:g} to {MOST:g}.")
         for name in ("straggler_fraction", "sync_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name):g}; it is a share, from 0 to 1.")
-        if not 1 <= self.straggler_slowdown < math.inf:
-            raise ConfigError(f"straggler_slowdown is {self.straggler_slowdown:g}; give a finite number of 1 or more.")
+        if not 1 <= self.straggler_slowdown <= MOST:
+            raise ConfigError(f"straggler_slowdown is {self.straggler_slowdown:g}; give a number from 1 to {MOST:g}.")
 
 
 class Fleet:
@@ -122,7 +130,7 @@ class Fleet:
             each of the local steps.
         fill_units: Units that pass while the pipeline of a worker fills and drains, beside those of its cycle.
         own_units_per_s: What each worker reaches alone, with its jitter and stragglers and without messages; what its
-            pipeline idles is not taken off.
+            pipeline idles is not taken off. Stragglers count whole, though a failure may end one before it is done.
         transfer_s: Seconds of a model, or of a gradient of it, over a worker's links.
         shard_transfer_s: Seconds it takes of each shard's link.
         apply_s: Seconds a push takes of each shard.
@@ -183,7 +191,7 @@ class Fleet:
         return compute_s + max(0.0, self.all_reduce_s - config.sync_overlap * compute_s)
 
     def sync_units_per_s(self, *, num_steps: int) -> float:
-        """Return the throughput of synchronous training, failures included.
+        """Return the throughput of synchronous training, failures included; 0 where they let no step be done.
 
         A failure costs everyone the step under way and the restart; with failures at random moments the expected time
         of a step of T seconds is (1 / rate + restart) (exp(rate T) - 1). That checkpoints lie further back is left out.
@@ -193,8 +201,10 @@ class Fleet:
         """
         rate, restart_s = self.num_workers * self.config.failures_per_hour / 3600, self.config.restart_s
         steps_s = [self.sync_step_s(step) for step in range(1, num_steps + 1)]
+        if rate * max(steps_s) > MOST_RETRIES:
+            return 0.0
         if rate:
-            steps_s = [(1 / rate + restart_s) * math.expm1(min(rate * step_s, 700.0)) for step_s in steps_s]
+            steps_s = [(1 / rate + restart_s) * math.expm1(rate * step_s) for step_s in steps_s]
         units = self.num_workers * self.config.microbatches_per_worker / self.config.local_steps
         return units * num_steps / sum(steps_s)
 
@@ -280,7 +290,7 @@ def parse_speeds(text: str) -> float | tuple[float, ...]:
     """Return a list of speeds, or the spread to draw them with.
 
     Raises:
-        ConfigError: It is neither, or a speed is not more than 0.
+        ConfigError: It is neither, or a speed is out of its range.
 
     Example:
         >>> parse_speeds("1, 0.25"), parse_speeds("lognormal:0.3"), parse_speeds("constant")
@@ -291,8 +301,9 @@ def parse_speeds(text: str) -> float | tuple[float, ...]:
     except ValueError:
         return parse_spread(text, name="speeds")
     for position, speed in enumerate(speeds):
-        if not 0 < speed < math.inf:
-            raise ConfigError(f"speeds has {speed:g} for worker {position}; a speed is a finite number of more than 0.")
+        if not LEAST_SPEED <= speed <= MOST_SPEED:
+            allowed = f"from {LEAST_SPEED:g} to {MOST_SPEED:g}"
+            raise ConfigError(f"speeds has {speed:g} for worker {position}; a speed is a number {allowed}.")
     return speeds
 
 

@@ -6,7 +6,6 @@ an input arrives ``latency_ms`` after it was sent.
 
 import dataclasses
 import itertools
-import math
 import random
 import statistics
 from collections import defaultdict
@@ -17,6 +16,9 @@ from slipstream.config import PipelineSchedule
 from slipstream.errors import ConfigError, ScheduleError
 from slipstream.pipeline.actions import COMMUNICATION_OPS, Action
 from slipstream.pipeline.schedules import ScheduleSpec, order, schedule_spec, verify
+
+LEAST_MS, MOST_MS = 1e-9, 1e12
+"""Of times that are not 0; sums and ratios of these are numbers, too."""
 
 _REPEATS_AFTER = 6
 """Batches after which no stream shows anything new: two fill the pipeline, and a batch is like the one before."""
@@ -311,8 +313,10 @@ def _spec(config: SimulateConfig) -> ScheduleSpec:
             raise ConfigError(f"{name} is {getattr(config, name)}; give 1 or more.")
     for name in ("forward_ms", "backward_ms", "optimizer_ms", "norm_ms", "latency_ms"):
         value = getattr(config, name)
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{name} is {value}; give a finite number of 0 or more.")
+        if value and not LEAST_MS <= value <= MOST_MS:
+            raise ConfigError(
+                f"{name} is {value}; give 0, or a number of milliseconds from {LEAST_MS:g} to {MOST_MS:g}."
+            )
     return schedule_spec(
         config.pipeline_schedule,
         num_ranks=config.num_stages,

@@ -38,6 +38,9 @@ LEAST_CYCLES = 10
 WARM_UP_CYCLES = 5
 """At least: one to calibrate dynamic batches, the rest to get out of step."""
 
+NEXT_TO_NOTHING = 1e-9
+"""Share of the asynchronous throughput: what is less is no figure to divide by."""
+
 LEAST_SYNC_STEPS = 20
 SYNC_DRAWS = 200_000
 
@@ -303,10 +306,11 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
 
     Returns:
         What `slipstream simulate async-dp --json` prints. Measured after a warm-up: ``throughput_share`` (work done
-        over what the workers that are there would do alone, without messages), ``speedup_vs_sync`` (throughput over
-        that of the same workers with equal shares, a ring all-reduce at each step, and all waiting for the slowest),
-        ``sync_throughput_share`` (over the same work), ``staleness_mean``, ``staleness_max``,
-        ``staleness_histogram``, ``staleness_mean_expected`` (:meth:`Fleet.staleness_mean_expected`),
+        over what the workers that are there would do alone, without messages; above 1 where failures end slow cycles
+        of stragglers, which count whole in it), ``speedup_vs_sync`` (throughput over that of the same workers with
+        equal shares, a ring all-reduce at each step, and all waiting for the slowest; ``None`` where failures let those
+        get next to nothing done), ``sync_throughput_share`` (over the same work), ``staleness_mean``,
+        ``staleness_max``, ``staleness_histogram``, ``staleness_mean_expected`` (:meth:`Fleet.staleness_mean_expected`),
         ``pushes_per_step`` (as counted: a push is of one step at most, so where speeds differ much it may be more than
         the setting), ``pushes_per_s``, ``cycle_s`` (a worker's, the mean),
         ``server_in_utilisation`` and ``server_out_utilisation`` (a shard's link), ``server_apply_utilisation``,
@@ -324,6 +328,11 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
     simulation = AsyncSimulation(fleet, num_cycles=num_cycles)
     begin, end = simulation.run()
     seconds, capacity = end.now_s - begin.now_s, end.capacity - begin.capacity
+    if seconds <= 0 or capacity <= 0:
+        raise ConfigError(
+            "some of the times are so much longer than others that a simulated clock cannot tell these from nothing. "
+            "Give speeds, microbatch_ms, link_gbps, server_ms and restart_s that lie closer together."
+        )
     staleness = end.staleness - begin.staleness
     num_pushes = staleness.total()
     pushes_per_step = num_pushes / (end.version - begin.version)
@@ -335,7 +344,7 @@ def simulate_async_dp(config: FleetConfig) -> dict[str, Any]:
         "num_workers": fleet.num_workers,
         "throughput_share": (end.units - begin.units) / capacity,
         "sync_throughput_share": sync_units_per_s * seconds / capacity,
-        "speedup_vs_sync": units_per_s / sync_units_per_s,
+        "speedup_vs_sync": units_per_s / sync_units_per_s if sync_units_per_s > NEXT_TO_NOTHING * units_per_s else None,
         "staleness_mean": sum(each * count for each, count in staleness.items()) / num_pushes,
         "staleness_mean_expected": fleet.staleness_mean_expected(pushes_per_step),
         "staleness_max": max(staleness),

@@ -31,6 +31,9 @@ from slipstream.errors import ConfigError
 MAX_DELAY = 200
 """Beyond it the roots of the polynomials lose their digits."""
 
+MAX_ERROR_FEEDBACK = 1000.0
+"""In size; no limit of use lies beyond, and squares of far larger ones are beyond all floats."""
+
 MAX_STABLE = "max_stable_lr_times_curvature"
 
 
@@ -57,8 +60,9 @@ class StabilityConfig:
             raise ConfigError(f"momentum is {self.momentum}; it must be from 0 to below 1.")
         if not 0 <= self.delay <= MAX_DELAY:
             raise ConfigError(f"delay is {self.delay}; it must be a whole number from 0 to {MAX_DELAY}.")
-        if not math.isfinite(self.error_feedback):
-            raise ConfigError(f"error_feedback is {self.error_feedback}; give a finite number.")
+        if not abs(self.error_feedback) <= MAX_ERROR_FEEDBACK:
+            most = f"{MAX_ERROR_FEEDBACK:g}"
+            raise ConfigError(f"error_feedback is {self.error_feedback}; give a number from -{most} to {most}.")
 
 
 def run_stability(config: StabilityConfig) -> dict[str, Any]:

@@ -288,13 +288,16 @@ def test_a_list_of_speeds_is_repeated():
         ({"num_workers": -1}, "num_workers is -1; give 0 or more"),
         ({"num_workers": 4, "pushes_per_step": 5}, "pushes_per_step is 5, but there are 4 workers"),
         ({"num_shards": 0}, "num_shards is 0; give a whole number of 1 or more"),
-        ({"link_gbps": -1.0}, "link_gbps is -1; give a finite number of 0 or more"),
+        ({"link_gbps": -1.0}, "link_gbps is -1; give 0, or a number from 1e-09 to 1e"),
+        ({"link_gbps": 1e-320}, "link_gbps is .*; give 0, or a number from 1e-09 to 1e"),
+        ({"num_parameters": 1e308}, r"num_parameters is 1e\+308; give a number from 1e-09 to 1e"),
+        ({"speeds": "1e-300,1e300"}, "speeds has 1e-300 for worker 0; a speed is a number from 1e-06 to 1e"),
         ({"microbatch_ms": 0.0}, "microbatch_ms is 0; give milliseconds from 1e-6 to 1e9"),
         ({"microbatch_ms": 1e-320}, "give milliseconds from 1e-6 to 1e9"),
         ({"microbatch_ms": 1e308}, "give milliseconds from 1e-6 to 1e9"),
         ({"num_stages": 10}, "microbatches_per_worker is 8; two_bw with 10 stages needs 9 at least"),
         ({"straggler_fraction": 1.5}, "straggler_fraction is 1.5; it is a share"),
-        ({"straggler_slowdown": 0.5}, "straggler_slowdown is 0.5; give a finite number of 1 or more"),
+        ({"straggler_slowdown": 0.5}, "straggler_slowdown is 0.5; give a number from 1 to 1e"),
     ],
 )
 def test_bad_input_says_what_to_give(settings, sentence):
@@ -312,9 +315,45 @@ def test_every_number_must_be_one(value):
 
 
 def test_numbers_of_many_digits_are_cut_short():
-    text = async_dp_text(found(num_workers=4, link_gbps=1e-300, lease_deadlines=False, num_cycles=10))
+    text = async_dp_text(found(num_workers=4, link_gbps=1e-9, lease_deadlines=False, num_cycles=10))
     assert max(map(len, text.splitlines())) < 120
     assert "s simulated" in text
+
+
+FAILING = {"num_workers": 50, "straggler_fraction": 0.01, "straggler_slowdown": 1000.0, "failures_per_hour": 60.0}
+
+
+@pytest.mark.parametrize("restart_s", [300.0, 600.0])
+def test_synchronous_training_that_failures_never_let_finish_a_step_has_no_speed_up(restart_s):
+    result = found(**FAILING, restart_s=restart_s, num_cycles=10)
+    assert result["speedup_vs_sync"] is None
+    assert result["sync_throughput_share"] < 1e-9
+    text = async_dp_text(result)
+    assert "failures let synchronous training get next to nothing done" in text
+    assert "failures end them before they are done" in text, "more than 100 % of the workers' own speeds"
+    assert max(map(len, text.splitlines())) < 120
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speeds": "1e-6,1e6"},
+        {"link_gbps": 1e-9, "num_parameters": 1e12, "wire_bytes": 1e12},
+        {"link_gbps": 1e12, "num_parameters": 1e-9, "microbatch_ms": 1e-6},
+        {"server_ms": 1e12, "microbatch_ms": 1e-6},
+        {"failures_per_hour": 1e12, "restart_s": 1e12},
+        {"failures_per_hour": 1e-9, "restart_s": 1e-9},
+        {"straggler_fraction": 0.5, "straggler_slowdown": 1e12, "failures_per_hour": 1.0},
+    ],
+)
+def test_numbers_at_the_ends_of_their_ranges_give_figures_or_a_sentence(settings):
+    try:
+        result = found(**{"num_workers": 2, "num_cycles": 10, "lease_deadlines": False, **settings})
+    except ConfigError:
+        return
+    json.dumps(result, allow_nan=False)
+    assert max(map(len, async_dp_text(result).splitlines())) < 140
 
 
 def test_workers_that_fail_before_they_are_done_are_not_simulated_for_ever():

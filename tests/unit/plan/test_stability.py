@@ -193,7 +193,9 @@ def test_the_polynomial_is_that_of_the_recurrence():
         ({"momentum": float("nan")}, "momentum is nan"),
         ({"delay": -1}, "delay is -1; it must be a whole number from 0 to 200"),
         ({"delay": 201}, "delay is 201"),
-        ({"error_feedback": float("inf")}, "error_feedback is inf; give a finite number"),
+        ({"error_feedback": float("inf")}, "error_feedback is inf; give a number from -1000 to 1000"),
+        ({"error_feedback": float("nan")}, "error_feedback is nan; give a number from -1000 to 1000"),
+        ({"error_feedback": 1e300}, r"error_feedback is 1e\+300; give a number from -1000 to 1000"),
     ],
 )
 def test_numbers_out_of_range_are_refused(change, said):
