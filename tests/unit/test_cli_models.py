@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import signal
 
 import pytest
 from safetensors import SafetensorError
@@ -50,6 +51,16 @@ def test_a_full_disk_under_an_export_is_a_sentence(trained, tmp_path, monkeypatc
     assert run("export", "hf", trained / "run", tmp_path / "out") == 2
     assert "out: I/O error: No space left on device (os error 28). Give another folder." in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "nothing half written stays"
+
+
+def test_an_export_that_is_told_to_end_leaves_nothing(trained, tmp_path, monkeypatch):
+    def end(tensors, path, **_):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end the tests
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(huggingface, "save_file", end)
+    assert run("export", "hf", trained / "run", tmp_path / "out") == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_eval_of_a_run_and_of_its_export_agree(trained, tmp_path, capsys):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from slipstream.data.hub_tokenizer import write_hub_tokenizer
 from slipstream.data.text_checks import PROBE_TEXT
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.executor import Point
+from slipstream.folders import whole_folder
 from slipstream.models.families import family_of
 from slipstream.models.huggingface import write_hub_model
 from slipstream.models.shapes import num_parameters
@@ -61,18 +60,14 @@ def export_hub(run: str | Path, out: str | Path, *, weights: Point = "x", checkp
     if not RunDir(run).holds_run:
         raise ConfigError(f"{run} is no run directory. Give the --run-dir of a run that has saved a checkpoint.")
     model = open_trained(run, weights=weights, checkpoint=checkpoint)
-    part = out.absolute().parent / f".{out.absolute().name}.partial-{os.getpid()}"
     try:
-        part.mkdir(parents=True)
-        _write(part, model, weights=weights)
-        difference = logit_difference(part, model)
-        _refuse_difference(difference, f"the export of {run}")
-        os.replace(part, out)
+        with whole_folder(out) as part:
+            _write(part, model, weights=weights)
+            difference = logit_difference(part, model)
+            _refuse_difference(difference, f"the export of {run}")
     except (OSError, SafetensorError) as error:  # the latter for a disk that is full, among others
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot write {out}: {reason}. Give another folder.") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     assert model.step is not None
     files = tuple(sorted(path.name for path in out.iterdir()))
     return Export(folder=out, step=model.step, files=files, max_abs_logit_difference=difference)
