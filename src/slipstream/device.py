@@ -11,7 +11,7 @@ from slipstream.heap import keep_freed_memory
 
 
 def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
-    """Return the device to compute on.
+    """Return the device to compute on. To be asked before anything computes: on CUDA it also sets up cuBLAS.
 
     Raises:
         ConfigError: CUDA was asked for and there is none, or not enough of it.
@@ -30,6 +30,7 @@ def choose_device(config: Config, *, local_rank: int = 0) -> torch.device:
             f"rank {local_rank} of this machine needs a CUDA device of its own, there are {count}. Use fewer stages "
             "here (pipeline.num_stages), more machines, or --train.device cpu."
         )
+    _settle_cublas()
     return torch.device("cuda", local_rank)
 
 
@@ -58,6 +59,10 @@ def settle(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         # Else NCCL and whatever names no device would open a context on the first one as well.
         torch.cuda.set_device(device)
-        # Read when cuBLAS makes its first handle, which is later than this.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        _settle_cublas()
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _settle_cublas() -> None:
+    """Fix cuBLAS's workspaces, here and in processes to come; torch reads this once, at the first product on CUDA."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -69,10 +69,12 @@ class OwnParts:
         targets: Of one microbatch.
         seed: Of the initial weights and of dropout.
         compile: Whether blocks and loss are compiled while they train.
+        dtype: Which parameters and inputs of floats are cast to in training, and so in the trial.
 
     Raises:
         ConfigError: A part is missing, a parameter belongs to none, parameters are shared other than between embedding
-            and head, a forward changes state, or stages could not hand over what blocks give.
+            and head, a forward changes state, cannot be computed in ``dtype``, or stages could not hand over what
+            blocks give.
 
     Cost:
         Memory for the whole model on the host of every rank, twice while a stage is built.
@@ -80,7 +82,16 @@ class OwnParts:
 
     router_layers: Sequence[int] = ()
 
-    def __init__(self, model: OwnModel, inputs: Any, targets: Any, *, seed: int, compile: bool = False) -> None:
+    def __init__(
+        self,
+        model: OwnModel,
+        inputs: Any,
+        targets: Any,
+        *,
+        seed: int,
+        compile: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._model = model
         self._compile = compile
         self._seed = seed
@@ -99,7 +110,7 @@ class OwnParts:
         self._check_parameters()
         self._check_state()
         self._roles = {name: self._role_of(name, parameter) for name, parameter in self._whole.named_parameters()}
-        self.message_shape = self._try_out(inputs, targets)
+        self.message_shape = self._shape_in(dtype, inputs, targets)
 
     @property
     def num_blocks(self) -> int:
@@ -220,10 +231,29 @@ class OwnParts:
     def _num_parameters(self, name: str) -> int:
         return sum(parameter.numel() for parameter in self._whole.get_submodule(name).parameters())
 
+    def _shape_in(self, dtype: torch.dtype, inputs: Any, targets: Any) -> tuple[int, ...]:
+        """Try the model out as it will be trained; return the shape of what embedding and blocks give."""
+        try:
+            return self._try_out(dtype, inputs, targets)
+        except RuntimeError as error:
+            if dtype == torch.float32:
+                raise
+            shape = self._try_out(torch.float32, inputs, targets)  # raises what has nothing to do with the type
+            if isinstance(error, NotImplementedError):
+                return shape  # on the host, where it is tried; on CUDA it may well be
+            short = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"the model computes in float32, but not in {short} (train.compute_dtype): "
+                f"{str(error).splitlines()[0]}. Parameters and inputs of floats are cast, buffers and tensors made in "
+                "a forward keep their type: cast those where they are used, as in x + self.table.to(x.dtype)."
+            ) from error
+
     @torch.no_grad()
-    def _try_out(self, inputs: Any, targets: Any) -> tuple[int, ...]:
+    def _try_out(self, dtype: torch.dtype, inputs: Any, targets: Any) -> tuple[int, ...]:
         """Run one microbatch through; return the shape of what embedding and blocks give."""
         stage = self._stage(StageSpec(blocks=range(len(self._blocks)), embed=True, head=True))
+        for parameter in stage.parameters():
+            parameter.data = parameter.data.to(dtype)
         shapes: dict[str, tuple[int, ...]] = {}
 
         def watch(name: str, x: Any) -> None:

@@ -26,7 +26,6 @@ from slipstream.device import choose_device
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.partition import stages
 from slipstream.models.shapes import check_model
-from slipstream.optim.build import check_optim
 from slipstream.pipeline.phases import verify_phases
 from slipstream.pipeline.runtime import pipeline_spec
 from slipstream.staleness.async_checks import COMPENSATORS
@@ -52,6 +51,7 @@ from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
 from slipstream.train.torchrun import run_under_torchrun
 from slipstream.train.trackers import check_trackers
+from slipstream.train.trial import try_optim
 from slipstream.train.workload import open_run_data, training_loader, validation_batches
 
 
@@ -170,7 +170,7 @@ def prepare_run(
     config = resolve(config, vocab_size=dataset.tokenizer.vocab_size, cuda=device.type == "cuda")
     check_model(config.model)
     check_compile(config, device=device)
-    for warning in check_optim(config.optim, num_steps=config.train.num_steps, device=device):
+    for warning in try_optim(config, device=device, trains_here=config.executor != "pipeline"):
         reporter.note(f"warning: {warning}")
     if config.executor == "pipeline":
         _check_pipeline(config)

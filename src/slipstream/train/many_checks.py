@@ -16,10 +16,10 @@ from slipstream.dataparallel.checks import check_dataparallel
 from slipstream.device import choose_device
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.shapes import check_model
-from slipstream.optim.build import check_optim
 from slipstream.staleness.checks import check_staleness
 from slipstream.train.delays import largest_delay
 from slipstream.train.rundir import RunDir
+from slipstream.train.trial import try_optim
 from slipstream.train.workload import training_loader, validation_batches
 
 
@@ -92,7 +92,7 @@ def _check(config: Config, dataset: Dataset, device: torch.device) -> list[str]:
     check_compile(config, device=device)
     if config.executor == "dataparallel":
         check_dataparallel(config)
-    warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)
+    warnings = try_optim(config, device=device, trains_here=False)
     # What has no effect at a delay, a grid leaves out by itself, and its controls are meant.
     warnings += check_staleness(config, delay=largest_delay(config), controls=False)
     check_update_path(config)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from slipstream.assembly import check_update_path
 from slipstream.compiled import check_compile
 from slipstream.config import Config, DataConfig, ModelConfig, StalenessConfig, resolve, to_toml
@@ -17,7 +19,6 @@ from slipstream.errors import ConfigError
 from slipstream.models.nested import map_tensors, tensors_of
 from slipstream.models.own import OwnModel, OwnParts
 from slipstream.models.partition import cut
-from slipstream.optim.build import check_optim
 from slipstream.pipeline.runtime import pipeline_spec
 from slipstream.staleness.async_checks import COMPENSATORS
 from slipstream.staleness.checks import check_staleness
@@ -32,6 +33,7 @@ from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
 from slipstream.train.trainer import TimedSource
+from slipstream.train.trial import try_optim
 from slipstream.train.workload import Workload
 
 _BY_NAME = ("delay_stages", "delay_roles", "delay_blocks")
@@ -184,7 +186,14 @@ def open_own(model: OwnModel, data: OwnData, config: Config, rank: int, checkpoi
         validation=validation,
         data_sha256=whole.hexdigest(),
         tokenizer=None,
-        model=OwnParts(model, part.inputs, part.targets, seed=config.model.seed, compile=config.train.compile),
+        model=OwnParts(
+            model,
+            part.inputs,
+            part.targets,
+            seed=config.model.seed,
+            compile=config.train.compile,
+            dtype=getattr(torch, config.train.compute_dtype),
+        ),
     )
 
 
@@ -225,7 +234,7 @@ def _checked(config: Config, reporter: Reporter) -> Config:
     if config.executor == "pipeline":
         check_schedule(config)
     idle = _without_effect(config)
-    warnings = check_optim(config.optim, num_steps=config.train.num_steps, device=device)
+    warnings = try_optim(config, device=device, trains_here=config.executor == "single")
     looked_at = dataclasses.replace(config, data=DataConfig(), model=ModelConfig())  # of the others all is said already
     idle += idle_settings(looked_at)
     for warning in [*idle, *warnings, *check_staleness(config, delay=largest_delay(config))]:

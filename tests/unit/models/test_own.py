@@ -139,6 +139,58 @@ def test_what_cannot_be_trained_is_named(build, changes, words):
     assert words in str(raised.value)
 
 
+class Table(nn.Module):
+    """An embedding that adds a table of floats which is no parameter."""
+
+    def __init__(self, cast=False):
+        super().__init__()
+        self.linear, self.cast = nn.Linear(3, 6), cast
+        self.register_buffer("table", torch.ones(6))
+
+    def forward(self, x):
+        return self.linear(x) + (self.table.to(x.dtype) if self.cast else self.table)
+
+
+def tried(dtype, **embed):
+    model = OwnModel(build=lambda: module(embed=Table(**embed)), loss=squares)
+    return OwnParts(model, INPUTS, TARGETS, seed=0, dtype=dtype)
+
+
+def test_the_trial_computes_as_training_will():
+    """On CUDA in bfloat16 by default: what fails there alone is to be said before, in a sentence."""
+    with pytest.raises(ConfigError, match=r"but not in bfloat16 \(train\.compute_dtype\): .*x \+ self\.table\.to"):
+        tried(torch.bfloat16)
+    expected = tried(torch.float32).message_shape
+    assert expected == tried(torch.bfloat16, cast=True).message_shape == (4, 6)
+    with pytest.raises(ConfigError, match="but not in bfloat16"):
+        fit_in("bfloat16")
+
+
+def fit_in(dtype):
+    from slipstream.config import from_dict
+
+    tables = {"train": {"microbatch_size": 2, "compute_dtype": dtype}, "pipeline": {"num_microbatches": 4}}
+    open_own(OwnModel(build=lambda: module(embed=Table()), loss=squares), Data(), from_dict(tables), 0, None)
+
+
+def test_a_trial_in_bfloat16_leaves_weights_as_they_were_drawn():
+    ours, theirs = (tried(dtype, cast=True) for dtype in (torch.bfloat16, torch.float32))
+    spec = StageSpec(blocks=range(ours.num_blocks), embed=True, head=True)
+    one, other = (each.build(spec, torch.device("cpu")).state_dict() for each in (ours, theirs))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_the_host_alone_cannot_compute_is_no_fault_of_the_model():
+    def loss(output, targets):
+        if output.dtype != torch.float32:
+            raise NotImplementedError("'cross' not implemented for 'BFloat16'")
+        return squares(output, targets)
+
+    own = OwnParts(OwnModel(build=module, loss=loss), INPUTS, TARGETS, seed=0, dtype=torch.bfloat16)
+    assert own.message_shape == (4, 6)
+
+
 class Data:
     def __init__(self, rows=8, validation_rows=2, units=None):
         self.rows, self.validation_rows, self.units = rows, validation_rows, units
@@ -181,7 +233,9 @@ def test_rows_are_never_left_out():
         def batch(self, index):
             return Data(rows=8 if index < 2 else 6).batch(index)
 
-    config = from_dict({"train": {"microbatch_size": 2}, "pipeline": {"num_microbatches": 4}})
+    config = from_dict(
+        {"train": {"microbatch_size": 2, "compute_dtype": "float32"}, "pipeline": {"num_microbatches": 4}}
+    )
     source = open_own(OwnModel(build=module, loss=squares), RunsOut(), config, 0, None).source
     assert source(1).num_rows == 8
     with pytest.raises(ConfigError, match="batch 2 has tensors of 6 rows"):
@@ -200,7 +254,9 @@ def test_a_stage_without_parameters_is_refused():
 def test_the_data_of_a_run_are_known_again():
     from slipstream.config import from_dict
 
-    config = from_dict({"train": {"microbatch_size": 2}, "pipeline": {"num_microbatches": 4}})
+    config = from_dict(
+        {"train": {"microbatch_size": 2, "compute_dtype": "float32"}, "pipeline": {"num_microbatches": 4}}
+    )
     model = OwnModel(build=module, loss=squares)
     one, same = (open_own(model, Data(), config, 0, None).data_sha256 for _ in range(2))
 
