@@ -22,6 +22,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ import numpy as np
 from drawing import Curve, draw
 
 from slipstream.bench.pipeline import load_average, machine, quartiles
+from slipstream.cores import num_cores
 from slipstream.report.cells import Cell, cells_of
 from slipstream.report.grid import NONE
 from slipstream.report.grid_file import load_grid
@@ -64,11 +66,6 @@ def label(rule: str, remedy: str, delay: int) -> str:
     return f"{rule.replace('adamw', 'AdamW').replace('muon', 'Muon')}, {kind}"
 
 
-def plain(rule: str) -> str:
-    """Return a rule without what its row of the grid says of the rate, which costs no time."""
-    return rule.split(",")[0]
-
-
 def first_cells(grid: Path) -> dict[tuple[str, str, int], Cell]:
     """Return the first seed's cell of each arm."""
     found: dict[tuple[str, str, int], Cell] = {}
@@ -92,18 +89,28 @@ def command(*arguments: str) -> str:
 
 
 def score(folder: Path, *, grid: Path, blimp: str, limit: int | None) -> None:
-    """Add each finished cell's accuracy on BLiMP to ``blimp.json``, on the optimizer's own weights y."""
-    path = folder / "blimp.json"
+    """Add to ``scores.json`` what each finished cell comes to on all of the held-out text, on x, and on BLiMP, on y."""
+    path = folder / "scores.json"
     scores = json.loads(path.read_text()) if path.exists() else {}
-    for cell in cells_of(load_grid(grid)):
-        run = folder / "cells" / cell.folder
-        if cell.folder in scores or not (run / "summary.json").exists():
-            continue
+    cells = [
+        cell
+        for cell in cells_of(load_grid(grid))
+        if cell.folder not in scores and (folder / "cells" / cell.folder / "summary.json").exists()
+    ]
+
+    def ask(cell: Cell) -> dict[str, Any]:
+        run = str(folder / "cells" / cell.folder)
         items = ("--limit", str(limit)) if limit else ()
-        asked = ("--task", "blimp", "--file", blimp, "--weights", "y", *items, "--json")
-        scores[cell.folder] = json.loads(command("eval", str(run), *asked))
-        path.write_text(json.dumps(scores, indent=1) + "\n")
-        print(f"{cell.folder}: {scores[cell.folder]}", flush=True)
+        text = ("--task", "perplexity", "--file", cell.config.data.path, "--weights", "x")
+        pairs = ("--task", "blimp", "--file", blimp, "--weights", "y", *items)
+        asked = {"held_out": text, "blimp": pairs}
+        return {name: json.loads(command("eval", run, *words, "--json")) for name, words in asked.items()}
+
+    with ThreadPoolExecutor(max_workers=num_cores()) as pool:
+        for cell, found in zip(cells, pool.map(ask, cells), strict=True):
+            scores[cell.folder] = found
+            path.write_text(json.dumps(scores, indent=1) + "\n")
+            print(f"{cell.folder}: {found}", flush=True)
 
 
 def one_timing(case: Case, run: Path, *, num_steps: int) -> dict[str, list[float]]:
@@ -138,7 +145,7 @@ def time_arms(
 ) -> dict[str, Any]:
     """Time every arm in turns over several rounds."""
     cells = first_cells(grid)
-    cases = [Case(*arm, m) for m in num_microbatches for arm in cells if arm[0] == plain(arm[0])]
+    cases = [Case(*arm, m) for m in num_microbatches for arm in cells]
     rows: dict[Case, list[dict[str, list[float]]]] = {case: [] for case in cases}
     load_before = load_average()
     for number in range(rounds):
@@ -183,18 +190,24 @@ def timings(times: dict[str, Any]) -> dict[Case, Timed]:
 
 def loss_table(rows: Sequence[TableRow], folder: Path) -> Iterator[str]:
     """Yield losses after equal tokens."""
-    blimp = json.loads((folder / "blimp.json").read_text()) if (folder / "blimp.json").exists() else {}
-    yield "| arm | validation, nats per token | gap to synchronous | share closed | bits per byte | BLiMP |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    scores = json.loads((folder / "scores.json").read_text())
+    yield (
+        "| arm | validation, nats per token | gap to synchronous | share closed | all held-out text | bits per byte "
+        "| BLiMP |"
+    )
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     synchronous = {row.arm.rule: row.val_loss for row in rows if row.arm.is_plain_synchronous}
     for row in rows:
         arm = row.arm
-        gap = signed(row.gap) if row.gap else f"+{row.val_loss.mean - synchronous[plain(arm.rule)].mean:.3f}"
-        scores = [blimp[cell.cell.folder]["acc"] for cell in row.result.cells if cell.cell.folder in blimp]
+        gap = signed(row.gap) if row.gap else f"+{row.val_loss.mean - synchronous[arm.rule].mean:.3f}"
+        found = [scores[cell.cell.folder] for cell in row.result.cells if cell.cell.folder in scores]
+        nats, bits = (
+            statistics.fmean(each["held_out"][key] for each in found) for key in ("nats_per_token", "bits_per_byte")
+        )
         yield (
             f"| {label(arm.rule, arm.remedy, arm.delay)} | {figure(row.val_loss)} "
             f"| {gap if arm.delay else ''} | {percent(row.closed) if row.closed and arm.remedy != NONE else ''} "
-            f"| {figure(row.val_bits_per_byte)} | {f'{statistics.fmean(scores):.1%}' if scores else 'n/a'} |"
+            f"| {nats:.3f} | {bits:.3f} | {statistics.fmean(each['blimp']['acc'] for each in found):.1%} |"
         )
 
 
@@ -252,14 +265,14 @@ def level_table(
     yield "| --- |" + " ---: |" * len(levels)
     for row in rows:
         arm = row.arm
-        step_s = timed[Case(plain(arm.rule), arm.remedy, arm.delay, num_microbatches)].median
+        step_s = timed[Case(arm.rule, arm.remedy, arm.delay, num_microbatches)].median
         minutes = [minutes_to(curves[arm], level, step_s=step_s) for level in levels]
         yield f"| {label(arm.rule, arm.remedy, arm.delay)} | " + " | ".join(minutes) + " |"
 
 
 def pictures(rows: Sequence[TableRow], timed: dict[Case, Timed], *, num_microbatches: int, out: Path) -> None:
     """Draw smoothed training losses by tokens and by the clock."""
-    colours = {"synchronous": "sync", NONE: "c0", "error_feedback": "c1", "adamw, half the rate": "c2"}
+    colours = {"synchronous": "sync", NONE: "c0", "error_feedback": "c1"}
     for name, title, x_label in (
         ("wall_clock_tokens", "10M parameters, two stages: loss by tokens", "tokens"),
         ("wall_clock", "The same runs by the clock", "minutes of training on two cores"),
@@ -268,9 +281,9 @@ def pictures(rows: Sequence[TableRow], timed: dict[Case, Timed], *, num_microbat
         for row in rows:
             arm = row.arm
             tokens = row.result.tokens_per_step
-            minutes = timed[Case(plain(arm.rule), arm.remedy, arm.delay, num_microbatches)].median / 60
+            minutes = timed[Case(arm.rule, arm.remedy, arm.delay, num_microbatches)].median / 60
             unit = tokens if x_label == "tokens" else minutes
-            css = colours["synchronous" if arm.delay == 0 else arm.remedy if arm.rule == plain(arm.rule) else arm.rule]
+            css = colours["synchronous" if arm.delay == 0 else arm.remedy]
             points = [(step * unit, loss) for step, loss in thinned(smoothed_run(row.result.mean_losses))]
             end = figure(row.val_loss)
             note = end if x_label == "tokens" else f"{end} after {points[-1][0]:.1f} min"
@@ -301,7 +314,7 @@ def write(folder: Path, times: dict[str, Any], *, grid: Path, out: Path, into: P
         f"* {found['cpu']}, {found['num_cores']} cores, one thread a stage; torch {found['torch']}",
         f"* {num_steps} steps of {config.batch_tokens:,} tokens; seeds that finished: "
         f"{', '.join(str(seed) for seed in rows[0].result.val_loss)}; validation on "
-        f"{config.evaluate.num_sequences * config.data.sequence_length:,} tokens, the first of the authors held out",
+        f"{config.evaluate.num_sequences * config.data.sequence_length:,} tokens of the authors held out",
         f"* timed: {times['num_steps'] - NUM_WARMUP_STEPS - 1} steps in each of {len(times['cases'][0]['rounds'])} "
         f"rounds in which the arms took turns; load average before and after: "
         f"{found['load_average_before']:.2f}, {found['load_average_after']:.2f}",
@@ -328,13 +341,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, default=GRID, help="that was trained")
     actions = parser.add_subparsers(dest="action", required=True)
-    scoring = actions.add_parser("score", help="add BLiMP")
+    scoring = actions.add_parser("score", help="add all of the held-out text, and BLiMP")
     timing = actions.add_parser("time", help="time the arms as pipelines")
     writing = actions.add_parser("write", help="write tables and pictures")
     for action in (scoring, timing, writing):
         action.add_argument("run_dir", type=Path, help="of the comparison")
     scoring.add_argument("--blimp", required=True, help="archive of BLiMP")
-    scoring.add_argument("--limit", type=int, help="most items")
+    scoring.add_argument("--limit", type=int, help="most items of BLiMP")
     timing.add_argument("--rounds", type=int, default=3)
     timing.add_argument("--steps", type=int, default=14, help="of each timed run")
     timing.add_argument("--num-microbatches", type=int, nargs="+", default=[2])

@@ -348,8 +348,8 @@ class TrainConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
     compile: Switch = False
-    """Compile blocks and loss with torch.compile (Inductor): the first step takes a minute or so longer, each later one
-    less, and rounding differs. All executors still agree to the bit."""
+    """Compile blocks and loss with torch.compile (Inductor): the first step takes some seconds to a minute longer, each
+    later one less, and rounding differs. All executors still agree to the bit."""
     max_skipped_steps: int = 3
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
 

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-import slipstream.dataparallel.worker
 from slipstream.config import Config
 from slipstream.data.loader import Batch
 from slipstream.dataparallel.lease_stage import LeaseProgram
 from slipstream.dataparallel.shared import WeightBoard
 from slipstream.dataparallel.stage_process import Part, StagePlace, work_stage
 from slipstream.dataparallel.worker_process import Calibrate, Result, Workplace, work
-from slipstream.microbatches import run_microbatches
 from slipstream.models.llama import cross_entropy_sum
+from slipstream.models.parts import LlamaParts
 
 VOCAB_SIZE = 13
 ODD = 1
@@ -67,11 +66,11 @@ def spoils(place: Workplace, *, times: int) -> None:
     """Compute so many microbatches' losses that are not finite, after the one of the warm-up."""
     calls = itertools.count()
 
-    def spoiled(logits, targets):
+    def spoiled(self, logits, targets):
         return cross_entropy_sum(logits, targets) * (float("nan") if 1 <= next(calls) <= times else 1.0)
 
     if place.worker == ODD:
-        slipstream.dataparallel.worker.run_microbatches = functools.partial(run_microbatches, loss_sum=spoiled)
+        LlamaParts.loss_sum = spoiled
     plain(place)
 
 

@@ -99,6 +99,7 @@ class PipelineExecutor:
         """
         self._stop_requested |= stop_requested
         if self._stream is None:
+            self._rehearse()
             self._stream = self._begin_stream()
         for action in self._stream:
             self._run(action)
@@ -154,6 +155,13 @@ class PipelineExecutor:
     def close(self) -> None:
         """Wait until what was sent has left. Only after the last step: an early stop leaves messages under way."""
         self._flow.flush()
+
+    def _rehearse(self) -> None:
+        """Let each stage compile what it computes, where that is wanted, before any waits for another."""
+        if self._config.train.compile:
+            for stage, program in self._programs.items():
+                self._note(self._rank, f"compiling stage {stage}")
+                program.rehearse(self.step, self._model.message_shape)
 
     def _begin_stream(self) -> Iterator[Action]:
         first, end = self.step, self._config.train.num_steps

@@ -157,6 +157,27 @@ class StageProgram(Generic[Modules]):
         self._accumulator.add(self._leaves(version))
         return None if x is None else x.grad
 
+    def rehearse(self, batch: int, shape: tuple[int, ...]) -> None:
+        """Compute a batch's first microbatch for nothing, on zeros in place of what other stages would give.
+
+        Whatever has to be compiled is compiled by it, on all stages at the same time: else each would begin when the
+        first microbatch has come to it, while those behind it wait.
+
+        Args:
+            batch: The next one.
+            shape: Of what stages hand over.
+        """
+        spec, version = self.parts.spec, self.parts.live.stop - 1
+        weight = next(iter(self._leaves(version).values()))
+        message = torch.zeros(shape, dtype=weight.dtype, device=self._device)
+        microbatch = batch * self._num_microbatches
+        self.forward(microbatch, version, None if spec.embed else message.clone())
+        self.backward(microbatch, None if spec.head else message)
+        self.take_gradients()
+        self.take_loss(batch)
+        self.take_router(batch)
+        self.take_read(batch)
+
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the batch's summed gradients by leaf name, after its last backward, and begin a new batch."""
         return self._accumulator.take()
