@@ -58,14 +58,15 @@ def check_compile(config: Config, *, device: torch.device) -> None:
             "one of them."
         )
     if find_compiler(device.type) is None:
-        raise ConfigError(f"train.compile is set, but there is {MISSING[device.type]}, or leave train.compile out.")
+        what, remedy = MISSING[device.type]
+        raise ConfigError(f"train.compile is set, but there is {what}: {remedy}, or leave train.compile out.")
 
 
 MISSING = {
-    "cpu": "no C++ compiler: install g++, or name one in the environment variable CXX",
-    "cuda": "no package triton, which builds of torch for CUDA bring along: install it",
+    "cpu": ("no C++ compiler", "install g++, or name one in the environment variable CXX"),
+    "cuda": ("no package triton, which builds of torch for CUDA bring along", "install it"),
 }
-"""What to do where :func:`find_compiler` finds none."""
+"""What there is not where :func:`find_compiler` finds none, and what to do."""
 
 
 def find_compiler(device_type: str) -> str | None:

@@ -67,7 +67,8 @@ def _devices() -> str:
 
 def _compiler() -> str:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return find_compiler(kind) or f"none, so train.compile cannot be used; {MISSING[kind].partition(': ')[2]}"
+    _, remedy = MISSING[kind]
+    return find_compiler(kind) or f"none, so train.compile cannot be used; {remedy}"
 
 
 def _backends() -> str:

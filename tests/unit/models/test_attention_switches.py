@@ -7,8 +7,9 @@ import torch
 
 from slipstream.config import ModelConfig
 from slipstream.errors import ConfigError
-from slipstream.models.llama import Attention, build_stage, rotary_tables, rotate, whole_model
+from slipstream.models.llama import Attention, build_stage, whole_model
 from slipstream.models.roles import role
+from slipstream.models.rotary import rotary_tables, rotate
 from slipstream.models.shapes import block_flops, parameter_shapes
 
 SIZES = {

@@ -12,8 +12,9 @@ from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.pipeline.cycle_order import cycle_order
 from slipstream.plan.async_dp_text import async_dp_text, histogram_bars
+from slipstream.plan.async_simulation import AsyncSimulation
 from slipstream.plan.fleet import Fleet, FleetConfig, parse_speeds
-from slipstream.plan.simulate_async_dp import AsyncSimulation, simulate_async_dp
+from slipstream.plan.simulate_async_dp import simulate_async_dp
 from slipstream.plan.station import Station
 
 JITTER = "lognormal:0.3"
