@@ -59,3 +59,13 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things.
+
+    Example:
+        >>> counted(1, "spike"), counted(0, "spike")
+        ('1 spike', '0 spikes')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

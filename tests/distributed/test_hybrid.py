@@ -26,6 +26,7 @@ from slipstream.dataparallel.shared import Layout
 from slipstream.dataparallel.worker import Replica, Worker
 from slipstream.digests import combined_digest
 from slipstream.models.partition import whole
+from slipstream.staleness.words import one_delay
 from slipstream.train.single import SingleExecutor
 
 STEP_MICROBATCHES = 6
@@ -119,6 +120,7 @@ def test_one_worker_is_one_process_with_the_delay_of_its_schedule_bitwise(change
         found = run_steps(engine, 6)
         assert found == single(config, 6, delay=delay)
         assert engine.figures()["staleness_histogram"] == ({"0": 1, "1": 5} if delay else {"0": 6})
+    assert one_delay(config) == delay
     if num_stages == 1:
         plain = dataclasses.replace(config.dataparallel, num_stages=1)
         assert found == inline(dataclasses.replace(config, dataparallel=plain), 6)

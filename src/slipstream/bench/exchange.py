@@ -23,7 +23,7 @@ from slipstream.dataparallel.messages import Order, Push
 from slipstream.dataparallel.shared import Layout, WeightBoard
 from slipstream.dataparallel.transport import WeightsOffered
 from slipstream.dataparallel.worker_process import Hello, Overtaken, Result, Workplace
-from slipstream.errors import StageError
+from slipstream.errors import StageError, counted
 
 _CPU = torch.device("cpu")
 _TENSOR_BYTES = 4 * 2**20
@@ -52,7 +52,9 @@ def run_bench_exchange(
     if config.engine == "ray":
         check_ray_installed()
     torch.set_num_threads(1)
-    note(f"{config.num_workers} worker(s), {config.megabytes} MB of weights, {config.rounds} rounds")
+    note(
+        f"{counted(config.num_workers, 'worker')}, {config.megabytes} MB of weights, {counted(config.rounds, 'round')}"
+    )
     load_before = load_average()
     with contextlib.ExitStack() as end:
         if config.engine == "ray":

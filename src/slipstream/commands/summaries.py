@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, counted
 
 Summary = dict[str, Any]
 
@@ -54,8 +54,8 @@ def _executor_text(summary: Summary) -> str:
     if summary["executor"] == "single":
         return "single, delays that differ" if summary["delay"] is None else f"single, delay {summary['delay']}"
     if summary["executor"] == "dataparallel":
-        return f"{summary['num_workers']} workers, {summary['mode']}, {summary['engine']}"
-    return f"{summary['num_stages']} stages, {summary['pipeline_schedule']}"
+        return f"{counted(summary['num_workers'], 'worker')}, {summary['mode']}, {summary['engine']}"
+    return f"{counted(summary['num_stages'], 'stage')}, {summary['pipeline_schedule']}"
 
 
 def read_summary(run_dir: str) -> Summary:

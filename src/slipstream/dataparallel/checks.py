@@ -177,8 +177,8 @@ def _check_shares(config: Config) -> None:
     pushes = settings.pushes_per_step or settings.num_workers
     if settings.pushes_per_step > settings.num_workers:
         raise ConfigError(
-            f"dataparallel.pushes_per_step is {settings.pushes_per_step}, but there are {settings.num_workers} "
-            "workers. Leave it at 0 for as many as there are workers, or give at most that."
+            f"dataparallel.pushes_per_step is {settings.pushes_per_step}, but dataparallel.num_workers is "
+            f"{settings.num_workers}. Leave the first at 0 for as many as there are workers, or give at most that."
         )
     if total < pushes * settings.min_microbatches:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.errors import counted
 from slipstream.plan.simulate_async_dp import MOST_BUSY
 
 BAR_WIDTH = 40
@@ -21,7 +22,7 @@ def async_dp_text(found: Mapping[str, Any]) -> str:
         found: What :func:`~slipstream.plan.simulate_async_dp.simulate_async_dp` returned.
     """
     lines = [
-        f"{found['num_workers']} workers, {found['pushes_per_step']:.4g} pushes a step, a cycle of "
+        f"{counted(found['num_workers'], 'worker')}, {found['pushes_per_step']:.4g} pushes a step, a cycle of "
         f"{found['cycle_s']:.3g} s; {_plain(found['simulated_s'])} s simulated, seed {found['seed']}",
         "",
         "throughput, of the sum of the workers' own speeds",

@@ -147,8 +147,8 @@ class Fleet:
         self.pushes_per_step = config.pushes_per_step or self.num_workers
         if self.pushes_per_step > self.num_workers:
             raise ConfigError(
-                f"pushes_per_step is {self.pushes_per_step}, but there are {self.num_workers} workers. Leave it at 0 "
-                "for as many as there are workers, or give at most that."
+                f"pushes_per_step is {self.pushes_per_step}, but num_workers is {self.num_workers}. Leave the "
+                "first at 0 for as many as there are workers, or give at most that."
             )
         speeds = _drawn_speeds(listed, self.num_workers, seed=config.seed)
         sigma = parse_spread(config.jitter, name="jitter")

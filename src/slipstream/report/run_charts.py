@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from slipstream.errors import counted
 from slipstream.report.figures import Chart, Curve, Section
 from slipstream.report.lines import STEPS, TOKENS, Axis, Line, Mark, line_chart, time_axis
 from slipstream.report.run_staleness import staleness_section
-from slipstream.report.runs import Run, colour, counted, every, finite, loss_units_of, units_of
+from slipstream.report.runs import Run, colour, every, finite, loss_units_of, units_of
 from slipstream.report.statistics import SPIKE_TEXT, spikes
 from slipstream.report.worker_charts import Shown, gain_section, rate_section, worker_section, worker_sentence
 from slipstream.report.workers import RATE_FACTOR, group_figures, rate_factors

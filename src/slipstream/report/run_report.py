@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import Config, flattened, to_dict, to_toml
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, counted
 from slipstream.models.shapes import num_parameters
 from slipstream.report.figures import DataTable
 from slipstream.report.page import GENERATOR, card, data_table, escape, page, part, section_html, span
@@ -102,9 +102,11 @@ def _kind(config: Config) -> str:
     optimizer, coefficient = config.optim.name, config.staleness.error_feedback
     remedy = f", error feedback {coefficient}" if coefficient else ""
     if config.executor == "pipeline":
-        where = f"pipeline of {config.pipeline.num_stages} stages, {config.pipeline.pipeline_schedule}"
+        stages = counted(config.pipeline.num_stages, "stage")
+        where = f"pipeline of {stages}, {config.pipeline.pipeline_schedule}"
     elif config.executor == "dataparallel":
-        where = f"{config.dataparallel.num_workers} workers, {config.dataparallel.mode}, engine {config.engine}"
+        workers = counted(config.dataparallel.num_workers, "worker")
+        where = f"{workers}, {config.dataparallel.mode}, engine {config.engine}"
     else:
         where = f"one process, {delay_words(config)}"
     return f"{where}, {optimizer}{remedy}"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from slipstream.errors import counted
 from slipstream.report.figures import Curve
 from slipstream.report.run_charts import spike_steps
-from slipstream.report.runs import Row, Run, counted, loss_units_of, units_of
+from slipstream.report.runs import Row, Run, loss_units_of, units_of
 from slipstream.report.statistics import SMOOTHING, smoothed
 from slipstream.report.worker_charts import worker_sentence
 from slipstream.train.metrics import Totals, duration, quantity

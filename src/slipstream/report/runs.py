@@ -223,13 +223,3 @@ def units_of(runs: Sequence[Run]) -> str:
 def loss_units_of(runs: Sequence[Run]) -> str:
     """Return what the losses of runs are given in."""
     return " or ".join(dict.fromkeys(run.loss_unit for run in runs))
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number of things.
-
-    Example:
-        >>> counted(1, "spike"), counted(0, "spike")
-        ('1 spike', '0 spikes')
-    """
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

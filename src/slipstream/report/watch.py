@@ -14,8 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from slipstream.config import Config, load_toml
-from slipstream.errors import ConfigError
-from slipstream.report.runs import counted
+from slipstream.errors import ConfigError, counted
 from slipstream.report.watch_screen import fitting, screen
 from slipstream.report.workers import newest_figures
 from slipstream.train.metrics import log_line, read_row

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.errors import counted
 from slipstream.report.figures import Chart, DataTable, Section
 from slipstream.report.histograms import bar_names, capped
 from slipstream.report.lines import STEPS, Line, line_chart
-from slipstream.report.runs import counted
 from slipstream.report.svg import WIDTH, Canvas, Scale, draw_across
 from slipstream.report.workers import GroupFigures, RunOfWorkers, WorkerFigures
 from slipstream.train.metrics import quantity
@@ -208,7 +208,10 @@ def worker_sentence(runs: Sequence[RunOfWorkers]) -> str:
         return ""
     workers = _ends([f"{len(run.workers)}" for run in sorted(runs, key=lambda run: len(run.workers))])
     speeds = _ends([f"{share:.1%}" for share in sorted(run.throughput_share for run in runs)])
-    parts = [f"{workers} workers trained at {speeds} of the sum of their own speeds", _ledger(runs)]
+    parts = [
+        f"{workers} worker{'' if workers == '1' else 's'} trained at {speeds} of the sum of their own speeds",
+        _ledger(runs),
+    ]
     accepted = [run.pushes_accepted for run in runs if run.pushes_accepted is not None]
     rejected, restarts = sum(run.pushes_rejected for run in runs), sum(run.restarts for run in runs)
     if len(accepted) == len(runs):

@@ -11,6 +11,7 @@ from slipstream.models.partition import stages
 from slipstream.models.roles import Role, role
 from slipstream.models.shapes import parameter_names
 from slipstream.staleness.delay import DelayLine, drawn_delays, replayed_delays
+from slipstream.staleness.words import workers_delay
 
 
 def delay_line(config: Config) -> DelayLine:
@@ -56,8 +57,7 @@ def largest_delay(config: Config) -> int | None:
         ConfigError: As :func:`delay_line`.
     """
     if config.executor == "dataparallel":
-        is_sync = config.dataparallel.mode == "sync" or config.dataparallel.num_workers == 1
-        return 0 if is_sync else None
+        return workers_delay(config)
     if config.executor == "pipeline":
         return config.staleness.delay or 0
     line = delay_line(config)

@@ -30,7 +30,7 @@ from slipstream.optim.lr import rate_factor
 from slipstream.optim.muon import Muon, _lr_ratio
 from slipstream.optim.state import import_state, join_tensors
 from slipstream.plan.stability import StabilityConfig, max_stable_product
-from slipstream.staleness.words import delay_words, has_one_delay
+from slipstream.staleness.words import delay_words, one_delay
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.curvature import Losses, adaptive_sharpness, root_preconditioner, spectral_sharpness
 from slipstream.train.rundir import RunDir
@@ -101,7 +101,7 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
     return {
         "run": config.run,
         "step": checkpoint.step,
-        "delay": run.staleness.delay if has_one_delay(run) else None,
+        "delay": one_delay(run),
         "gradients": delay_words(run),
         "error_feedback": run.staleness.error_feedback,
         "num_tokens": sum(batch.num_tokens for batch in batches),
@@ -273,7 +273,8 @@ def _limits(setting: StabilityConfig, run: Config) -> dict[str, float]:
     own (``auto``).
     """
     c = run.staleness.error_feedback
-    own = [(run.staleness.delay or 0, 0.0 if isinstance(c, str) else c)] if has_one_delay(run) else []
+    of_run = one_delay(run)
+    own = [] if of_run is None else [(of_run, 0.0 if isinstance(c, str) else c)]
     limits = {}
     for delay, c in dict.fromkeys([(0, 0.0), (1, 0.0), (1, 1.0), *own]):
         text = f"delay {delay}" + (f", error feedback {c:g}" if c else "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.config import Config, config_hash
 from slipstream.errors import CheckpointError
-from slipstream.staleness.words import has_one_delay
+from slipstream.staleness.words import one_delay
 from slipstream.train.disk import write_whole
 from slipstream.train.metrics import Totals, read_json_lines
 from slipstream.train.rundir import RunDir
@@ -44,7 +44,7 @@ def summarize(
         "num_stages": config.pipeline.num_stages if is_pipeline else 1,
         "num_microbatches": config.pipeline.num_microbatches,
         "optimizer": config.optim.name,
-        "delay": config.staleness.delay if has_one_delay(config) else None,
+        "delay": one_delay(config),
         "error_feedback": config.staleness.error_feedback,
         "train_loss": rows[-1]["loss"],
         "val_loss_before": evaluations[0]["val_loss"],

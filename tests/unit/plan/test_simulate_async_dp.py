@@ -287,7 +287,7 @@ def test_a_list_of_speeds_is_repeated():
         ({"jitter": "lognormal:9"}, "jitter is 'lognormal:9'; give .* from 0 to 3"),
         ({"jitter": "1,2"}, "jitter is '1,2'"),
         ({"num_workers": -1}, "num_workers is -1; give 0 or more"),
-        ({"num_workers": 4, "pushes_per_step": 5}, "pushes_per_step is 5, but there are 4 workers"),
+        ({"num_workers": 4, "pushes_per_step": 5}, "pushes_per_step is 5, but num_workers is 4"),
         ({"num_shards": 0}, "num_shards is 0; give a whole number of 1 or more"),
         ({"link_gbps": -1.0}, "link_gbps is -1; give 0, or a number from 1e-09 to 1e"),
         ({"link_gbps": 1e-320}, "link_gbps is .*; give 0, or a number from 1e-09 to 1e"),

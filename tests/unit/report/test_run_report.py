@@ -9,7 +9,7 @@ from tests.unit.report.fake_runs import expert_run, pipeline_run, worker_run, wr
 from tests.unit.report.test_report import Tags
 
 from slipstream.cli import main
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, counted
 from slipstream.report.lines import DIGIT, STEPS, Line, Mark, line_chart
 from slipstream.report.run_charts import spike_steps
 from slipstream.report.run_report import render_runs, run_figures, write_run_report
@@ -247,7 +247,7 @@ def test_a_trace_of_other_stages_is_left_out(num_stages, tmp_path):
     (path / "config.toml").write_text(config.replace("num_stages = 3", f"num_stages = {num_stages}"))
     html = render_runs(open_runs([path]))
     assert "as it ran" not in html
-    assert f"pipeline of {num_stages} stages" in html
+    assert f"pipeline of {counted(num_stages, 'stage')}," in html
 
 
 def test_a_run_that_goes_on_is_not_told_by_the_summary_of_its_past(tmp_path):

@@ -173,7 +173,7 @@ def test_synchronous_workers_wait_for_the_slowest(tmp_path):
         ({"dataparallel": {"num_workers": 3}}, r"num_workers is 3, .* has 4 speeds"),
         ({"dataparallel": {"emulate_speeds": [1.0, 0.0]}}, r"has 0 for worker 1; a speed is more than 0"),
         ({"dataparallel": {"emulate_jitter": 9.0}}, r"emulate_jitter is 9,.* 0 to 3"),
-        ({"dataparallel": {"pushes_per_step": 5}}, r"pushes_per_step is 5, but there are 4 workers"),
+        ({"dataparallel": {"pushes_per_step": 5}}, r"pushes_per_step is 5, but dataparallel.num_workers is 4"),
         ({"dataparallel": {"min_microbatches": 3}}, r"has 8 microbatches .* too few for 4 gradients .* to 12 or more"),
         ({"dataparallel": {"min_microbatches": 2, "max_microbatches": 1}}, r"max_microbatches is 1, less than"),
         ({"dataparallel": {"max_staleness": -1}}, r"max_staleness is -1; it must be 0 or more"),

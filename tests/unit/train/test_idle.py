@@ -3,7 +3,6 @@
 import pytest
 
 from slipstream.config import from_dict, resolve
-from slipstream.train.delays import largest_delay
 from slipstream.train.idle import idle_settings
 
 
@@ -67,11 +66,6 @@ def test_what_has_no_effect_is_named_once(executor, tables, said):
 )
 def test_what_has_an_effect_is_not(executor, tables):
     assert idle_settings(resolved(executor, **tables)) == []
-
-
-def test_one_worker_is_never_stale():
-    delays = {count: largest_delay(resolved("dataparallel", dataparallel={"num_workers": count})) for count in (1, 2)}
-    assert delays == {1: 0, 2: None}
 
 
 @pytest.mark.parametrize(
