@@ -136,7 +136,7 @@ def open_checkpoint(
         note: Is told of each tensor before it is read.
 
     Raises:
-        CheckpointError: The manifest or a file is missing, truncated or changed.
+        CheckpointError: The manifest or a file is missing, truncated, changed or not to be read.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -149,19 +149,26 @@ def open_checkpoint(
             f"the checkpoint {folder} has format {manifest.get('format_version')}, this version reads {FORMAT_VERSION}."
         )
     for name, record in files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != record["num_bytes"]:
-            raise CheckpointError(f"the checkpoint {folder} is incomplete: {name} is missing or cut short.")
-        if verify and file_digest(path) != record["sha256"]:
-            raise CheckpointError(f"the checkpoint {folder} is corrupt: {name} does not match its checksum.")
+        try:
+            _check_file(folder, name, record, verify=verify)
+        except OSError as error:
+            raise CheckpointError(f"the checkpoint {folder} cannot be read: {name}: {error.strerror}.") from error
     if missing := [key for key in _NEEDED if key not in manifest]:
         raise CheckpointError(f"the checkpoint {folder} is incomplete: its {MANIFEST} has no '{missing[0]}'.")
     checkpoint = Checkpoint(folder, manifest, note)
     try:
         _ = checkpoint.tensor_names
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the checkpoint {folder} is corrupt: {error}.") from error
     return checkpoint
+
+
+def _check_file(folder: Path, name: str, record: Mapping[str, Any], *, verify: bool) -> None:
+    path = folder / name
+    if not path.is_file() or path.stat().st_size != record["num_bytes"]:
+        raise CheckpointError(f"the checkpoint {folder} is incomplete: {name} is missing or cut short.")
+    if verify and file_digest(path) != record["sha256"]:
+        raise CheckpointError(f"the checkpoint {folder} is corrupt: {name} does not match its checksum.")
 
 
 def file_digest(path: Path) -> str:

@@ -1,5 +1,6 @@
 """What a save writes, what it removes, and what it says meanwhile."""
 
+import errno
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from slipstream.digests import combined_digest
 from slipstream.executor import Snapshot
-from slipstream.train import saving
+from slipstream.train import checkpoint, saving
 from slipstream.train.checkpoint import checkpoint_steps, newest_complete, open_checkpoint, step_folder
 from slipstream.train.saving import CheckpointWriter
 
@@ -45,6 +46,22 @@ def test_what_was_passed_over_on_resume_takes_no_place(tmp_path, keep_last):
         assert newest_complete(tmp_path)[0].step == step
     save(tmp_path, *own, 210, keep_last=keep_last, resume_step=100)
     assert checkpoint_steps(tmp_path) == [210, 140][:keep_last], "overtaken, it goes"
+
+
+def test_a_file_that_the_disk_does_not_give_is_passed_over(tmp_path, monkeypatch):
+    save(tmp_path, 5, 10)
+    digest = checkpoint.file_digest
+
+    def fails_on_the_newest(path):
+        if path.parent.name == "step-00000010":
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(path)
+
+    monkeypatch.setattr(checkpoint, "file_digest", fails_on_the_newest)
+    found, passed_over = newest_complete(tmp_path)
+    assert found.step == 5
+    (sentence,) = passed_over
+    assert sentence.endswith("step-00000010 cannot be read: rank-0.safetensors: Input/output error.")
 
 
 def test_the_best_outlives_what_was_passed_over(tmp_path):
