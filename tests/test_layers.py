@@ -28,7 +28,7 @@ SCHEDULES = ("actions", "cycle_order", "schedules", "validation")
 """Of the pipeline: what decides, without tensors."""
 
 LAYERS = (
-    ("errors", "console", "digests", "cores", "folders", "heap"),
+    ("errors", "console", "digests", "cores", "folders", "heap", "strict_json"),
     ("settings",),
     ("config",),
     ("compiled",),

@@ -67,7 +67,7 @@ class PrepareArgs:
     tokenizer: Literal["bytes", "bpe"] | None = None
     """`bytes`, or `bpe` (trained on the training split); none: bytes."""
     tokenizer_from: Path | None = None
-    """Model folder or prepared data whose tokenizer to use instead."""
+    """Model folder, run directory or prepared data whose tokenizer to use instead."""
     vocab_size: int | None = None
     """Tokens of a `bpe` tokenizer; none: 4096."""
     text_field: str | None = None

@@ -119,6 +119,18 @@ def test_synchronous_workers_are_the_inline_ones_bitwise_even_if_one_dies():
         assert engine.figures()["restarts"] == 1
 
 
+def test_a_synchronous_worker_that_dies_while_it_waits_changes_nothing(tmp_path):
+    """Its gradient is here already. Who is left is given no share of its before it is back: a step is one batch."""
+    config = settings(
+        run_dir=str(tmp_path),
+        dataparallel={"mode": "sync", "emulate_microbatch_ms": 10.0, "emulate_speeds": [0.1, 1.0, 1.0]},
+    )
+    with running(config, worker_mains.dies_while_it_waits) as engine:
+        assert run_steps(engine, 6) == inline(config, 6)
+        assert (tmp_path / "died").exists()
+        assert engine.figures()["restarts"] == 1
+
+
 def test_asynchronous_workers_are_not_in_step():
     """Otherwise nothing here could tell whether staleness is noticed."""
     with running(settings()) as engine:
@@ -281,6 +293,15 @@ def test_a_worker_is_overtaken_while_it_reads():
         assert engine.figures()["pushes_rejected"] == 0
 
 
+def test_a_worker_is_overtaken_while_all_others_wait_for_it():
+    config = settings(
+        pipeline={"num_microbatches": 3},
+        dataparallel={"num_workers": 2, "pushes_per_step": 1, "max_staleness": 2, "dynamic_batches": False},
+    )
+    with running(config, worker_mains.is_overtaken_once) as engine:
+        run_until(engine, lambda: committed(engine) > 10)
+
+
 def test_a_worker_that_only_fails_is_given_up():
     with running(settings(), worker_mains.one_raises) as engine:
         run_until(engine, lambda: engine.step >= 5)
@@ -396,6 +417,25 @@ def test_workers_go_on_while_the_server_evaluates():
         assert engine.snapshot().digests == before
         assert engine.server.sequencer.num_accepted > pushes
         assert engine.run_step().step == step + 1
+
+
+def test_who_waits_for_an_evaluation_longer_than_its_deadline_is_not_late(monkeypatch):
+    """Its gradient has arrived; only nobody has listened since one that makes a step was put aside."""
+    monkeypatch.setattr(cycles, "DEADLINE_FLOOR_S", 1.5)
+    own = {"pushes_per_step": 1, "dynamic_batches": False, "emulate_microbatch_ms": 40.0}
+    config = settings(dataparallel=own | {"emulate_speeds": [1.0, 0.8, 0.6]}, pipeline={"num_microbatches": 3})
+    with running(config) as engine:
+        run_until(engine, lambda: engine.step >= 6)
+
+        def batches():
+            for number in range(40):
+                time.sleep(0.1)
+                yield microbatch(engine.config, 1000 + number)
+
+        engine.evaluate(batches(), "x")
+        run_until(engine, lambda: engine.step >= 9)
+        assert engine.figures()["pushes_rejected"] == 0
+        assert engine.figures()["restarts"] == 0
 
 
 def test_own_speed_is_measured_alone_where_none_is_given():

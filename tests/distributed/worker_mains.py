@@ -139,6 +139,53 @@ def is_overtaken(place: Workplace) -> None:
     plain(place)
 
 
+class OvertakenOnce(WeightBoard):
+    """Finds the first version overwritten, after others have had time for many."""
+
+    def __init__(self, board):
+        self.__dict__.update(board.__dict__)
+        self.reads = 0
+
+    def read(self, version, into):
+        self.reads += 1
+        if self.reads == 1:
+            time.sleep(1.0)
+            return False
+        return super().read(version, into)
+
+
+def is_overtaken_once(place: Workplace) -> None:
+    """Copy weights too slowly, the first time."""
+    if place.worker == ODD:
+        place = dataclasses.replace(place, weights=OvertakenOnce(place.weights))
+    plain(place)
+
+
+class Dying(Through):
+    """Ends its process after the third gradient was sent, in its first life."""
+
+    def __init__(self, pipe, note):
+        super().__init__(pipe)
+        self.note, self.sent = note, 0
+
+    def send(self, report):
+        self.pipe.send(report)
+        self.sent += isinstance(report, Result)
+        if self.sent == 3 and not self.note.exists():
+            self.note.write_text("")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_while_it_waits(place: Workplace) -> None:
+    """Die once, with a gradient pushed, and take a while to come back."""
+    note = Path(place.config.run_dir) / "died"
+    if place.worker == ODD:
+        if note.exists():
+            time.sleep(1.0)
+        place = dataclasses.replace(place, pipe=Dying(place.pipe, note))
+    plain(place)
+
+
 def one_raises(place: Workplace) -> None:
     """Fail before the first gradient."""
     if place.worker == ODD:

@@ -1,18 +1,22 @@
 """Our models and transformers' compute the same, both ways: logits and greedy text."""
 
+import math
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.config import ModelConfig, from_dict
 from slipstream.data.tokenizer import ByteTokenizer
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evaluation.generation import generate
 from slipstream.models.huggingface import open_hub_model, write_hub_model
 from slipstream.models.llama import whole_model
 from slipstream.models.own import OwnParts
 from slipstream.models.partition import cut
 from slipstream.models.shapes import tied_names
-from slipstream.train.export import export_hub, logit_difference
+from slipstream.train.export import check_logits, export_hub, logit_difference
 from slipstream.train.launch import launch
 from slipstream.train.own_hub import own_causal_lm
 from slipstream.train.progress import SilentReporter
@@ -207,3 +211,12 @@ def test_what_their_blocks_cannot_do_alone_is_refused(tmp_path, changes, words):
     write_hub_model(tmp_path, cfg, weights, context_length=64, eos_id=60)
     with pytest.raises(ConfigError, match=words):
         own_causal_lm(tmp_path)
+
+
+def test_logits_that_are_not_numbers_are_no_agreement(export, tmp_path):
+    shutil.copytree(export[1].folder, tmp_path / "hub")
+    tensors = load_file(tmp_path / "hub" / "model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"the logits of .*hub are not numbers; nothing was written"):
+        check_logits(tmp_path / "hub", open_trained(tmp_path / "hub"))

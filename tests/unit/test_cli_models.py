@@ -123,6 +123,8 @@ def test_data_with_the_tokenizer_of_a_model(trained, tmp_path, capsys):
     (tmp_path / "t.txt").write_text("".join(f"To be {i}, or not to be\n" for i in range(200)))
     assert run("data", "prepare", tmp_path / "t.txt", "--out", tmp_path / "d", "--tokenizer-from", trained / "hub") == 0
     assert "tokenizer 'bytes' of 257 tokens" in capsys.readouterr().out
+    assert run("data", "prepare", tmp_path / "t.txt", "--out", tmp_path / "e", "--tokenizer-from", trained / "run") == 0
+    assert (tmp_path / "d" / "manifest.json").read_text() == (tmp_path / "e" / "manifest.json").read_text()
 
 
 @pytest.mark.parametrize(

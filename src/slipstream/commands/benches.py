@@ -1,12 +1,12 @@
 """`bench pipeline` and `bench exchange`."""
 
-import json
 import sys
 from collections.abc import Sequence
 
 import tyro
 
 from slipstream.arguments import BenchExchangeArgs, BenchPipelineArgs
+from slipstream.strict_json import json_text
 
 
 def bench_pipeline(argv: Sequence[str]) -> int:
@@ -18,7 +18,7 @@ def bench_pipeline(argv: Sequence[str]) -> int:
 
     result = run_bench_pipeline(args, note=lambda text: print(text, file=sys.stderr))
     if args.json:
-        print(json.dumps(result, indent=1))
+        print(json_text(result))
         return 0
     Console(is_result=True).print(bench_table(result))
     print("\n".join(explanation(result)))
@@ -31,5 +31,5 @@ def bench_exchange(argv: Sequence[str]) -> int:
     from slipstream.bench.exchange import exchange_text, run_bench_exchange
 
     result = run_bench_exchange(args, note=lambda text: print(text, file=sys.stderr))
-    print(json.dumps(result, indent=1) if args.json else exchange_text(result))
+    print(json_text(result) if args.json else exchange_text(result))
     return 0

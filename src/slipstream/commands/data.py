@@ -1,13 +1,13 @@
 """`data prepare` and `data inspect`."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import tyro
 
 from slipstream.arguments import InspectArgs, PrepareArgs, refuse_given
+from slipstream.strict_json import json_text
 
 if TYPE_CHECKING:
     from slipstream.data import TokenizerInfo
@@ -64,7 +64,7 @@ def data_inspect(argv: Sequence[str]) -> int:
     args = tyro.cli(InspectArgs, args=argv, prog="slipstream data inspect")
     report = inspect_data(args.path, num_samples=args.num_samples)
     if args.json:
-        print(json.dumps(dataclasses.asdict(report), indent=1))
+        print(json_text(dataclasses.asdict(report)))
         return 0
     print(f"{report.path or 'built-in Shakespeare'}: {_tokenizer_text(report.tokenizer)}")
     print(f"split by {report.split_rule.key}, digest {report.digest[:12]}, checksums verified")

@@ -1,6 +1,5 @@
 """`eval`, `generate` and `export hf`: a model that is trained."""
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -8,6 +7,7 @@ import tyro
 
 from slipstream.arguments import EvalArgs, ExportHfArgs, GenerateArgs, refuse_given
 from slipstream.config import Config
+from slipstream.strict_json import json_text
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ def export_hf(argv: Sequence[str]) -> int:
     export = export_hub(args.run, args.out, weights=args.weights, checkpoint=args.checkpoint)
     if args.json:
         found = {"out": str(export.folder), "step": export.step, "weights": args.weights, "files": export.files}
-        print(json.dumps({**found, "max_abs_logit_difference": export.max_abs_logit_difference}, indent=1))
+        print(json_text({**found, "max_abs_logit_difference": export.max_abs_logit_difference}))
         return 0
     print(f"{export.folder}: weights {args.weights} of step {export.step}; {', '.join(export.files)}")
     if export.max_abs_logit_difference is None:
@@ -47,11 +47,12 @@ def evaluate(argv: Sequence[str]) -> int:
     scorer = Scorer(model, device=_device(args.device), max_length=args.max_length)
     found = run_task(scorer, args.task, args.file, limit=args.limit, text_field=args.text_field or "text")
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json_text(found))
         return 0
     width = max(map(len, found))
     for name, value in found.items():
-        shown = "beyond all numbers" if value is None else value if isinstance(value, int) else f"{value:.5g}"
+        unknown = "beyond all numbers" if name == "perplexity" else "not known"
+        shown = unknown if value is None else value if isinstance(value, int) else f"{value:.5g}"
         print(f"{name:<{width}}  {shown}")
     return 0
 
@@ -72,7 +73,7 @@ def generate(argv: Sequence[str]) -> int:
         seed=args.seed or 0,
         device=_device(args.device),
     )
-    print(json.dumps(written._asdict(), indent=1) if args.json else args.prompt + written.text)
+    print(json_text(written._asdict()) if args.json else args.prompt + written.text)
     return 0
 
 

@@ -1,7 +1,6 @@
 """`simulate`, `simulate async-dp`, `stability`, and `doctor`: what can be known before a run."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from slipstream.arguments import DoctorArgs, SimulateArgs, SimulateAsyncDpArgs, 
 from slipstream.errors import ConfigError
 from slipstream.plan.simulate import build_timeline, run_simulate, without_effect
 from slipstream.plan.stability import StabilityConfig, run_stability, stability_text
+from slipstream.strict_json import json_text
 
 
 def simulate(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def simulate(argv: Sequence[str]) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write {args.svg}: {error.strerror}. Give --svg a file in a folder.") from error
     if args.json:
-        print(json.dumps(figures, indent=1))
+        print(json_text(figures))
         return 0
     console = Console(is_result=True)
     console.print(draw_rich(timeline, width=console.width))
@@ -47,7 +47,7 @@ def simulate_async_dp(argv: Sequence[str]) -> int:
 
     args = tyro.cli(SimulateAsyncDpArgs, args=argv, prog="slipstream simulate async-dp")
     found = simulate_async_dp(args)
-    print(json.dumps(found, indent=1) if args.json else async_dp_text(found))
+    print(json_text(found) if args.json else async_dp_text(found))
     return 0
 
 
@@ -65,13 +65,13 @@ def stability(argv: Sequence[str]) -> int:
         refuse_given(own, "with --probe, which takes the run's own")
         count = ProbeConfig.num_batches if args.probe_batches is None else args.probe_batches
         found = run_probe(ProbeConfig(run=args.probe, num_batches=count))
-        print(json.dumps(found, indent=1) if args.json else probe_text(found))
+        print(json_text(found) if args.json else probe_text(found))
         return 0
     refuse_given({"--probe-batches": args.probe_batches}, "without --probe")
     config = StabilityConfig(
         momentum=args.momentum, delay=args.delay, error_feedback=args.error_feedback, nesterov=args.nesterov
     )
-    print(json.dumps(run_stability(config), indent=1) if args.json else stability_text(config))
+    print(json_text(run_stability(config)) if args.json else stability_text(config))
     return 0
 
 
@@ -82,7 +82,7 @@ def doctor(argv: Sequence[str]) -> int:
     args = tyro.cli(DoctorArgs, args=argv, prog="slipstream doctor")
     findings = examine()
     if args.json:
-        print(json.dumps({finding.name: finding.value for finding in findings}, indent=1))
+        print(json_text({finding.name: finding.value for finding in findings}))
     else:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:

@@ -1,12 +1,12 @@
 """`compare`, `report` and `watch`: many runs, some, and one under way."""
 
-import json
 from collections.abc import Sequence
 from functools import partial
 
 import tyro
 
 from slipstream.arguments import CompareArgs, ReportArgs, WatchArgs, refuse_bytes, refuse_given
+from slipstream.strict_json import json_text
 
 
 def compare(argv: Sequence[str]) -> int:
@@ -32,8 +32,10 @@ def compare(argv: Sequence[str]) -> int:
     result = compare_grid(grid, args.run_dir, train=train, note=observer.note, judge=judge)
     if result is None:
         observer.note("stopped, runs under way are saved; the same command goes on")
+        if args.json:
+            print(json_text(None))
         return 0
-    print(json.dumps(result.to_json(), indent=1) if args.json else result.to_text(args.run_dir))
+    print(json_text(result.to_json()) if args.json else result.to_text(args.run_dir))
     return 1 if result.has_crashed else 0
 
 
@@ -44,7 +46,7 @@ def report(argv: Sequence[str]) -> int:
 
     written = write_run_report(args.runs, args.out)
     if args.json:
-        print(json.dumps({"out": str(written.out), "verdict": written.verdict, "runs": written.figures}, indent=1))
+        print(json_text({"out": str(written.out), "verdict": written.verdict, "runs": written.figures}))
     else:
         print("\n".join([*written.verdict, str(written.out)]))
     return 0

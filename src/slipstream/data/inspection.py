@@ -7,6 +7,10 @@ from slipstream.data.dataset import Dataset, open_data
 from slipstream.data.manifest import SourceInfo, SplitRule, TokenizerInfo
 from slipstream.data.shards import SPLITS, TokenArray
 from slipstream.data.tokenizer import EOS_TEXT, Tokenizer
+from slipstream.errors import ConfigError
+
+MAX_SAMPLES = 1000
+"""Of each split, to be looked at."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,19 +70,22 @@ def inspect_data(
 
     Args:
         folder: As for :func:`slipstream.data.open_data`.
-        num_samples: Of each split, from 0.
+        num_samples: Of each split, from 0 to 1000.
         sample_tokens: Tokens a sample, from 1.
         planned_tokens: Tokens that a run would read; gives ``epochs``.
         verify: Also compare the sha256 of all ids.
 
     Raises:
         DataError: As for :func:`slipstream.data.open_data`.
+        ConfigError: ``num_samples`` is out of its range.
 
     Example:
         >>> report = inspect_data("", num_samples=1, sample_tokens=9)
         >>> [(split.name, split.samples[0].text) for split in report.splits]
         [('train', 'MENENIUS:'), ('validation', 'First Cit')]
     """
+    if not 0 <= num_samples <= MAX_SAMPLES:
+        raise ConfigError(f"num_samples is {num_samples}; it must be from 0 to {MAX_SAMPLES}.")
     data = open_data(folder, verify=verify)
     return DataReport(
         path=str(folder),

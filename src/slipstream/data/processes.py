@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.synchronize import Event
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -67,24 +68,34 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
+            if error is not None:
+                self._given_up.set()
             self._pool.shutdown(cancel_futures=True)
 
     def _start(self) -> ProcessPoolExecutor:
         if self._pool is None:
             # Spawned, not forked: the tokenizer's threads do not survive a fork.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.count, mp_context=context, initializer=_begin)
+            self._given_up = context.Event()
+            self._pool = ProcessPoolExecutor(
+                self.count, mp_context=context, initializer=_begin, initargs=(self._given_up,)
+            )
         return self._pool
 
 
-def _begin() -> None:
-    """Leave Ctrl-C to the process that has to clean up, and cores to the other processes; do not outlive it."""
+def _begin(given_up: Event) -> None:
+    """Leave Ctrl-C to the process that has to clean up, and cores to the others; end with it, or with the work.
+
+    Args:
+        given_up: Set when nobody wants what is under way any more, which may be a file of hours.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_follow, daemon=True).start()
-
-
-def _follow() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+        threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
+    threading.Thread(target=_end_after, args=(given_up.wait,), daemon=True).start()
+
+
+def _end_after(wait: Callable[[], object]) -> None:
+    wait()
+    os._exit(1)

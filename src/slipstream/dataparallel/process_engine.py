@@ -143,11 +143,14 @@ class ProcessEngine(Engine):
         """Let the next thing happen: a word of a worker, or a deadline."""
         deadline_s = self.server.sequencer.next_deadline_s
         timeout_s = None if deadline_s == float("inf") else max(0.0, deadline_s - self.now_s)
+        was_held = self._held is not None
         heard, self._held = self._held or self._crew.hear(timeout_s=timeout_s), None
         self._pass_time()
         record = self._handle(heard) if heard is not None else None
-        # Not before everything that has arrived was heard: this process may have been busy with an evaluation.
-        if not self._crew.has_more and self.server.sequencer.next_deadline_s <= self.now_s:
+        # Not before everything that has arrived was heard: this process may have been busy with an evaluation, in which
+        # nobody has listened since a word was put aside.
+        is_up_to_date = not was_held and not self._crew.has_more
+        if is_up_to_date and self.server.sequencer.next_deadline_s <= self.now_s:
             self._expire()
         return record
 
@@ -198,6 +201,7 @@ class ProcessEngine(Engine):
                 seat.order = None
                 self.server.sequencer.decline(seat.worker, seat.incarnation, report.lease_id)
                 self._ask(seat)
+                self._admit()  # what was declined may be all that the others were parked for
             case Result():
                 return self._judge(seat, report)
         return None

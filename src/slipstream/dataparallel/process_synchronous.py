@@ -48,15 +48,19 @@ class SynchronousProcessEngine(ProcessEngine):
             return None
         record = self._make_step()
         self._results.clear()
-        for each in self._crew.seats:
-            if each.incarnation:
-                self._ask(each)
+        self._ask(seat)
         return record
 
     def _ask(self, seat: Seat) -> None:
-        """Ask for work, unless this step has the worker's gradient already: it died since, and has come back."""
-        if seat.worker not in self._results:
-            super()._ask(seat)
+        """Ask for everyone's work once all are here, for shares are equal only then.
+
+        Whose gradient this step has already waits for the next: it died since, and has come back.
+        """
+        if self.server.sequencer.num_live < self.config.dataparallel.num_workers:
+            return
+        for each in self._crew.seats:
+            if each.incarnation and each.order is None and each.worker not in self._results:
+                super()._ask(each)
 
     def _make_step(self) -> StepRecord:
         results = sorted(self._results.values(), key=operator.itemgetter(0))

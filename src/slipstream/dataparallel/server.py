@@ -222,6 +222,9 @@ class Server:
             self.sequencer.ledger.skip_to(state.step * self._config.pipeline.num_microbatches)
             return
         self.sequencer.load_state_dict(own["sequencer"])
+        for parts in self.parts:
+            if isinstance(parts.step_size, AsyncAwareLr) and state.scalars.get("step_size"):
+                parts.step_size.load_concurrency(state.scalars["step_size"])
         for shard in self.shards:
             shard.restore(own["shard"], state)
         self._arrived = [(loss, count, staleness) for loss, count, staleness in own["arrived"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.data import open_data
 from slipstream.data.files import find_files, hold_records
-from slipstream.data.manifest import MANIFEST_FILE
+from slipstream.data.manifest import MANIFEST_FILE, read_manifest
 from slipstream.data.sources import read_documents
 from slipstream.data.text_checks import same_ids
 from slipstream.data.tokenizer import Tokenizer
@@ -26,7 +26,8 @@ class _Text:
     """A document as the model takes it."""
 
     ids: list[int]
-    num_bytes: int
+    num_bytes: int | None
+    """Of its text; ``None`` where only the ids are left, which do not say it."""
 
 
 def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_field: str) -> dict[str, Any]:
@@ -39,25 +40,31 @@ def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_fiel
         text_field: Of JSON records.
 
     Returns:
-        ``nats_per_token``, ``bits_per_byte``, ``perplexity`` (``None``: beyond all floats), ``num_tokens``,
-        ``num_bytes``, ``num_items``.
+        ``nats_per_token``, ``bits_per_byte`` (``None``: see ``num_bytes``), ``perplexity`` (``None``: beyond all
+        floats), ``num_tokens``, ``num_bytes`` (``None``: of a part of prepared data whose tokenizer does not give a
+        text back), ``num_items``.
 
     Raises:
         DataError: There is no text, or the data was prepared with another tokenizer.
     """
-    texts = _held_out(scorer.tokenizer, path) if _is_prepared(path) else _of_files(scorer.tokenizer, path, text_field)
-    nats, num_tokens, num_bytes, num_items = 0.0, 0, 0, 0
+    is_prepared = _is_prepared(path)
+    texts = _held_out(scorer.tokenizer, path) if is_prepared else _of_files(scorer.tokenizer, path, text_field)
+    nats, num_tokens, num_items = 0.0, 0, 0
+    num_bytes: int | None = 0
     kept = itertools.islice(texts, limit)
     while some := list(itertools.islice(kept, _AT_ONCE)):
         nats -= sum(score.log_likelihood for score in scorer.rolling_ids([text.ids for text in some]))
         num_tokens += sum(len(text.ids) for text in some)
-        num_bytes += sum(text.num_bytes for text in some)
+        for text in some:
+            num_bytes = None if num_bytes is None or text.num_bytes is None else num_bytes + text.num_bytes
         num_items += len(some)
     if num_tokens == 0:
         raise DataError(f"{path} holds no text to evaluate on. Give a file that is not empty.")
+    if is_prepared and next(texts, None) is None:
+        num_bytes = read_manifest(path).splits["validation"].num_bytes  # of the texts themselves
     return {
         "nats_per_token": nats / num_tokens,
-        "bits_per_byte": bits_per_byte(nats, num_bytes),
+        "bits_per_byte": None if num_bytes is None else bits_per_byte(nats, num_bytes),
         "perplexity": _exp(nats / num_tokens),
         "num_tokens": num_tokens,
         "num_bytes": num_bytes,
@@ -90,7 +97,7 @@ def _held_out(tokenizer: Tokenizer, path: str | Path) -> Iterator[_Text]:
     if not same_ids(data.tokenizer, tokenizer):
         raise DataError(
             f"the data in {path} was prepared with the tokenizer '{data.tokenizer.name}', which gives a text other ids "
-            "than the model's. Give the text itself, or prepare it again with --tokenizer-from the model's folder."
+            "than the model's. Give the text itself, or prepare it again with --tokenizer-from and the model's folder."
         )
     ids: list[int] = []
     for start in range(0, len(data.validation), _READ_TOKENS):
@@ -106,7 +113,9 @@ def _held_out(tokenizer: Tokenizer, path: str | Path) -> Iterator[_Text]:
 
 def _stored(tokenizer: Tokenizer, ids: list[int]) -> _Text:
     # Not the sum over the tokens: some tokenizers put a space before a text, which is no part of it.
-    return _Text(ids=ids, num_bytes=len(tokenizer.decode(ids).encode()))
+    text = tokenizer.decode(ids)
+    # Words that a vocabulary does not know are lost.
+    return _Text(ids=ids, num_bytes=len(text.encode()) if tokenizer.encode(text) == ids else None)
 
 
 def _exp(nats: float) -> float | None:

@@ -118,8 +118,7 @@ def _without_brackets(text: str) -> str:
 
 
 def _mmlu(files: list[tuple[str, str]]) -> list[list[Question]]:
-    tests = {_subject(name, "test"): (name, text) for name, text in files if _subject(name, "test")}
-    examples = {_subject(name, "dev"): (name, text) for name, text in files if _subject(name, "dev")}
+    tests, examples = _by_subject(files, "test"), _by_subject(files, "dev")
     if not tests:
         raise DataError("MMLU needs files named SUBJECT_test.csv, and SUBJECT_dev.csv for the examples; none is there.")
     parts = []
@@ -137,6 +136,19 @@ def _mmlu(files: list[tuple[str, str]]) -> list[list[Question]]:
         head = f"The following are multiple choice questions (with answers) about {about}.\n\n" + "".join(shown)
         parts.append([dataclasses.replace(each, context=head + each.context) for each in _mmlu_questions(*test)])
     return parts
+
+
+def _by_subject(files: list[tuple[str, str]], split: str) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for name, text in files:
+        if subject := _subject(name, split):
+            if subject in found:
+                raise DataError(
+                    f"{found[subject][0]} and {name} are both the {split} questions of '{subject}'. Give a folder or "
+                    "an archive that holds them once."
+                )
+            found[subject] = (name, text)
+    return found
 
 
 def _subject(name: str, split: str) -> str:

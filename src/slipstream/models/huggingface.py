@@ -119,6 +119,7 @@ class HubModel:
         for ours, shape in parameter_shapes(self.cfg).items():
             theirs = names[ours]
             if ours in tied:
+                self._check_tied(str(theirs), str(names[tied[ours]]), shape)
                 continue
             if isinstance(theirs, str):
                 weights[ours] = self._read(theirs, shape)
@@ -132,6 +133,14 @@ class HubModel:
                 )
             weights[down] = weights[down] / 2
         return weights
+
+    def _check_tied(self, name: str, other: str, shape: tuple[int, ...]) -> None:
+        """Refuse a weight of its own where the config says that it is another's: transformers would use it."""
+        if name in self._holders and not torch.equal(self._read(name, shape), self._read(other, shape)):
+            raise CheckpointError(
+                f"{self.folder}: config.json says that '{name}' is '{other}' (tie_word_embeddings), but the files hold "
+                "another one. Set tie_word_embeddings to false to keep it, or remove it from the files."
+            )
 
     def _check_names(self, known: set[str]) -> None:
         # Rotary frequencies, which old files hold, follow from the config.

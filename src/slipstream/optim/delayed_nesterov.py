@@ -99,6 +99,7 @@ class DelayedNesterov(Optimizer):
         total = state.pop("sum", gradient)
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        state["momentum_buffer"].mul_(momentum).add_(total, alpha=1 / every)
+        # Of as many as have come: they are more than `every` where a resumed run has fewer workers.
+        state["momentum_buffer"].mul_(momentum).add_(total, alpha=1 / state["count"])
         state["count"] = 0
         return True

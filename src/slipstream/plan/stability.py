@@ -34,6 +34,9 @@ MAX_DELAY = 200
 MAX_ERROR_FEEDBACK = 1000.0
 """In size; no limit of use lies beyond, and squares of far larger ones are beyond all floats."""
 
+MAX_SIMULATED_MOMENTUM = 0.9995
+"""A simulation takes 100 of its time constants."""
+
 MAX_STABLE = "max_stable_lr_times_curvature"
 
 
@@ -74,7 +77,8 @@ def run_stability(config: StabilityConfig) -> dict[str, Any]:
     Returns:
         The settings; ``max_stable_lr_times_curvature``; ``closed_form`` (the same from a formula, or ``None``);
         ``growth_at_98_percent`` and ``growth_at_102_percent``, the factor by which a simulated quadratic grows a step
-        just below the limit and just above; ``best_error_feedback`` and ``best_max_stable_lr_times_curvature``.
+        just below the limit and just above (``None``: for a momentum above 0.9995 it would take too many steps to tell
+        them apart); ``best_error_feedback`` and ``best_max_stable_lr_times_curvature``.
 
     Raises:
         ConfigError: A setting is out of its range.
@@ -86,12 +90,13 @@ def run_stability(config: StabilityConfig) -> dict[str, Any]:
     """
     limit = max_stable_product(config)
     best, best_limit = best_error_feedback(config)
+    is_simulated = config.momentum <= MAX_SIMULATED_MOMENTUM
     return {
         **dataclasses.asdict(config),
         MAX_STABLE: limit,
         "closed_form": closed_form(config),
-        "growth_at_98_percent": simulated_growth(config, 0.98 * limit),
-        "growth_at_102_percent": simulated_growth(config, 1.02 * limit),
+        "growth_at_98_percent": simulated_growth(config, 0.98 * limit) if is_simulated else None,
+        "growth_at_102_percent": simulated_growth(config, 1.02 * limit) if is_simulated else None,
         "best_error_feedback": best,
         f"best_{MAX_STABLE}": best_limit,
     }
@@ -266,10 +271,11 @@ def stability_text(config: StabilityConfig) -> str:
     found = run_stability(config)
     below, above = found["growth_at_98_percent"], found["growth_at_102_percent"]
     named = f"momentum {config.momentum:g}{', Nesterov' if config.nesterov else ''}"
+    simulated = "not simulated" if below is None else f"x {below:.5f} a step 2 % below, x {above:.5f} a step 2 % above"
     lines = [
         f"{named}, delay {config.delay}, error feedback {config.error_feedback:g}: stable up to "
         f"lr x curvature = {found[MAX_STABLE]:.4g}",
-        f"simulated quadratic: x {below:.5f} a step 2 % below, x {above:.5f} a step 2 % above"
+        f"simulated quadratic: {simulated}"
         + ("" if found["closed_form"] is None else f"; closed form {found['closed_form']:.4g}"),
         "",
         f"largest stable lr x curvature at {named}",

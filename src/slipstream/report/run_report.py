@@ -1,5 +1,6 @@
 """The report of one or several runs: ``slipstream report RUN...``."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ def write_run_report(paths: Sequence[str | Path], out: str | Path = "") -> RunRe
         staged.write_text(render_runs(runs), encoding="utf-8")
         staged.replace(file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            staged.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write {file}: {error.strerror}. Give --out a file in a folder that exists."
         ) from error

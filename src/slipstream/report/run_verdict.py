@@ -70,7 +70,8 @@ def _one(run: Run) -> Iterator[str]:
             key=lambda row: float(row["val_loss"]),
             default=last,
         )
-        if not best["val_loss"] >= last["val_loss"] - NEAR:  # true where the newest is not a number
+        # The second is true where the newest is not a number.
+        if best is not last and not best["val_loss"] >= last["val_loss"] - NEAR:
             below = last["val_loss"] - best["val_loss"]
             less = f", {below:.3f} below the newest" if math.isfinite(below) else ""
             yield f"It was better before: {best['val_loss']:.3f} at step {best['step']}{less}."

@@ -149,9 +149,12 @@ class AsyncAwareLr:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave; the number in flight is the run's own until it is set anew."""
+        """Take back what :meth:`state_dict` gave, but for the number in flight: who resumes may have another."""
         self._factor = float(state["factor"])
         self._seen = collections.deque((float(staleness), float(threshold)) for staleness, threshold in state["seen"])
+
+    def load_concurrency(self, state: Mapping[str, Any]) -> None:
+        """Take back the number in flight as well, of workers that are all still at work."""
         self.set_concurrency(
             num_in_flight=int(state["num_in_flight"]), gradients_per_update=float(state["gradients_per_update"])
         )

@@ -141,13 +141,17 @@ class Updater:
         """
         update = self.weights.latest + 1
         factor = self._lr_factor(update) * self._step_size.factor(update=update, stalenesses=stalenesses)
+        # Also where the step is skipped: what is published may look at the rate.
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
         # The buffer of the version that was read may be the one written next, so nothing below may look at it.
         published = self.weights.buffer(update)
         self.publish.before_step(self.masters, published, update=update)
         if gradient is None:
             self.num_skipped += 1
         else:
-            self._step_optimizers(gradient, factor)
+            self._step_optimizers(gradient)
         self.publish.after_step(self.masters, published)
         return UpdateReport(
             version=self.weights.advance(),
@@ -163,12 +167,10 @@ class Updater:
             return oldest
         return {name: self.weights.read(version)[name] for name, version in gradient.read_versions.items()}
 
-    def _step_optimizers(self, gradient: Gradient, lr_factor: float) -> None:
+    def _step_optimizers(self, gradient: Gradient) -> None:
         for name, master in self.masters.items():
             master.grad = gradient.tensors[name]
         for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * lr_factor
             optimizer.step()
         for master in self.masters.values():
             master.grad = None

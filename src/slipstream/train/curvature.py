@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, NonFiniteError
 
 Losses = Sequence[Callable[[], Tensor]]
 """Scalar functions of leaves; their values add up to the loss."""
@@ -116,6 +116,8 @@ def largest_eigenvalue(
         diagonal.append(float(vector @ image))
         image = image - diagonal[-1] * vector - (beside[-1] if beside else 0.0) * before
         length = float(image.norm())
+        if not math.isfinite(diagonal[-1] + length):
+            raise NonFiniteError("the curvature is not a finite number: the weights of the run have diverged.")
         small = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
         for k, entry in enumerate(beside):
             small[k, k + 1] = small[k + 1, k] = entry

@@ -1,17 +1,17 @@
 """From settings to the delay line of the executor `single`."""
 
-import json
 import typing
 from pathlib import Path
 
 from slipstream.config import Config
-from slipstream.errors import ConfigError, nearest
+from slipstream.errors import CheckpointError, ConfigError, nearest
 from slipstream.models.llama import build_stage
 from slipstream.models.partition import stages
 from slipstream.models.roles import Role, role
 from slipstream.models.shapes import parameter_names
 from slipstream.staleness.delay import DelayLine, drawn_delays, replayed_delays
 from slipstream.staleness.words import workers_delay
+from slipstream.train.metrics import read_json_lines
 
 
 def delay_line(config: Config) -> DelayLine:
@@ -109,8 +109,14 @@ def read_staleness(path: Path) -> list[int]:
         ConfigError: The file cannot be read, or is no metrics.jsonl.
     """
     try:
-        return [int(json.loads(line)["staleness_max"]) for line in path.read_text().splitlines()]
-    except (OSError, ValueError, KeyError) as error:
+        delays = [row["staleness_max"] for row in read_json_lines(path)]
+    except (CheckpointError, KeyError) as error:
         raise ConfigError(
             f"staleness.delay_replay: {path} is no metrics.jsonl of a run ({type(error).__name__}). Name one."
         ) from error
+    if unfit := [delay for delay in delays if type(delay) is not int or delay < 0]:
+        raise ConfigError(
+            f"staleness.delay_replay: {path} has a staleness_max of {unfit[0]!r}; it must be a whole number from 0 on. "
+            "Name the metrics.jsonl of a run."
+        )
+    return delays

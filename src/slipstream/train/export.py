@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,10 @@ def logit_difference(folder: Path, model: TrainedModel) -> float | None:
             "installed transformers is 5.0 or later."
         ) from error
     ours = model.module()
-    difference = 0.0
     with torch.no_grad():
-        for ids in _probe_ids(model):
-            delta = theirs.eval()(input_ids=ids).logits.float() - ours(ids)
-            difference = max(difference, float(delta.abs().max()))
-    return difference
+        deltas = [theirs.eval()(input_ids=ids).logits.float() - ours(ids) for ids in _probe_ids(model)]
+    # Python's max would let a difference that is not a number go.
+    return float(torch.stack([delta.abs().max() for delta in deltas]).max())
 
 
 def check_logits(folder: Path, model: TrainedModel) -> str:
@@ -116,6 +115,11 @@ def check_logits(folder: Path, model: TrainedModel) -> str:
 
 
 def _refuse_difference(difference: float | None, what: str) -> None:
+    if difference is not None and math.isnan(difference):
+        raise CheckpointError(
+            f"the logits of {what} are not numbers; nothing was written. Its weights are damaged or have diverged: "
+            "take an earlier checkpoint, or restore the files."
+        )
     if difference is not None and not difference <= LARGEST_DIFFERENCE:
         raise CheckpointError(
             f"transformers computes logits from {what} that differ by {difference:.3g} from those computed here; "

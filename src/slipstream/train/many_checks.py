@@ -19,6 +19,7 @@ from slipstream.models.shapes import check_model
 from slipstream.staleness.checks import check_staleness
 from slipstream.train.delays import largest_delay
 from slipstream.train.rundir import RunDir
+from slipstream.train.trackers import check_trackers
 from slipstream.train.trial import try_optim
 from slipstream.train.workload import training_loader, validation_batches
 
@@ -88,6 +89,7 @@ def _with_seed(config: Config, seed: int) -> Config:
 
 def _check(config: Config, dataset: Dataset, device: torch.device) -> list[str]:
     """Do what training does before its first step, on tiny weights; return warnings."""
+    check_trackers(config.log.trackers)
     check_model(config.model)
     check_compile(config, device=device)
     if config.executor == "dataparallel":

@@ -136,11 +136,13 @@ class Totals:
         rows = list(rows)
         timed = rows[num_warmup_rows:] if len(rows) > 2 * num_warmup_rows else rows
         time_s = max(sum(row["step_s"] for row in timed), 1e-9)
-        idle_s = [row["bubble_fraction"] * row["step_s"] for row in timed if row["bubble_fraction"] is not None]
+        counted = [row for row in timed if row["bubble_fraction"] is not None]
+        idle_s = sum(row["bubble_fraction"] * row["step_s"] for row in counted)
+        counted_s = max(sum(row["step_s"] for row in counted), 1e-9)
         return cls(
             tokens_per_s=sum(row["num_tokens"] for row in timed) / time_s,
             # A share of the time, so a long step counts for as long as it took.
-            bubble_fraction=sum(idle_s) / time_s if idle_s else None,
+            bubble_fraction=idle_s / counted_s if counted else None,
             staleness_mean=statistics.fmean(row["staleness_mean"] for row in rows) if rows else 0.0,
             staleness_max=max((row["staleness_max"] for row in rows), default=0),
         )

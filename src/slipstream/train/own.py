@@ -32,6 +32,7 @@ from slipstream.train.rank import run_single
 from slipstream.train.ranks import run_ranks
 from slipstream.train.rundir import RunDir
 from slipstream.train.status import Claim
+from slipstream.train.trackers import check_trackers
 from slipstream.train.trainer import TimedSource
 from slipstream.train.trial import try_optim
 from slipstream.train.workload import Workload
@@ -133,6 +134,7 @@ def fit(
     reporter = reporter or SilentReporter()
     run_dir = RunDir(Path(config.run_dir))
     run_dir.check(resume=resume, overwrite=overwrite)
+    check_trackers(config.log.trackers)
     if resume:
         config = keep_lr_total(config, run_dir)
     config = _checked(config, reporter)

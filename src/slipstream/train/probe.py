@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from slipstream.assembly import llama_parts
 from slipstream.config import Config, coefficient_text, from_dict
 from slipstream.data import Batch
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, NonFiniteError
 from slipstream.models.llama import cross_entropy_sum, whole_model
 from slipstream.models.parts import master_names
 from slipstream.models.roles import role
@@ -72,11 +72,12 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
         ``num_products``, ``lr_times_sharpness``; for adaptive rules also ``sharpness_error``, ``momentum``,
         ``nesterov``, ``limits`` (largest stable ``lr_times_sharpness`` by setting) and ``lr_limits`` (the rates at
         which this sharpness meets them; ``None``: none does); for Muon ``gradient_dual_norm`` and
-        ``share_of_gradient``.
+        ``share_of_gradient`` (``None``: there is no gradient).
 
     Raises:
         CheckpointError: There is no complete checkpoint, or none that holds what is needed.
         ConfigError: A number is out of range, or the data are not the run's.
+        NonFiniteError: The run has diverged.
 
     Cost:
         For each rule up to ``num_iterations`` Hessian-vector products of ``num_batches`` batches; memory for the graph
@@ -98,6 +99,11 @@ def run_probe(config: ProbeConfig) -> dict[str, Any]:
     optimizers = _optimizers(run, checkpoint, weights)
     with torch.no_grad():
         loss = sum(float(each()) for each in losses)
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"the loss of {config.run} at step {checkpoint.step} is {loss}: there is no curvature to measure. Probe a "
+            "run that has not diverged."
+        )
     return {
         "run": config.run,
         "step": checkpoint.step,
@@ -166,9 +172,11 @@ def probe_text(found: Mapping[str, Any]) -> str:
                 known = "any lr" if rate is None else f"lr up to {rate:.3g}"
                 lines.append(f"    {setting:<28} up to {limit:<7.3g} {verdict}; {known}")
         elif "share_of_gradient" in row:
+            share = row["share_of_gradient"]
+            known = "of a gradient of 0" if share is None else f"{share:.2g} of the gradient's dual norm"
             lines.append(
-                f"  sharpness {row['sharpness']:.4g}; lr x sharpness = {row['lr_times_sharpness']:.3g}, "
-                f"{row['share_of_gradient']:.2g} of the gradient's dual norm {row['gradient_dual_norm']:.3g}"
+                f"  sharpness {row['sharpness']:.4g}; lr x sharpness = {row['lr_times_sharpness']:.3g}, {known} "
+                f"{row['gradient_dual_norm']:.3g}"
             )
     return "\n".join(lines)
 
@@ -262,7 +270,7 @@ def _measure_muon(optimizer: Muon, losses: Losses, own: Weights, *, lr: float, c
         "num_products": found.num_products,
         "lr_times_sharpness": lr * found.value,
         "gradient_dual_norm": norm,
-        "share_of_gradient": lr * found.value / norm if norm else math.nan,
+        "share_of_gradient": lr * found.value / norm if norm else None,
     }
 
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.data.hub_tokenizer import IN_RUN
 from slipstream.errors import ConfigError
 from slipstream.train.disk import writing
 
@@ -47,7 +48,7 @@ class RunDir:
     @property
     def tokenizer(self) -> Path:
         """The data's tokenizer, without which the weights mean nothing."""
-        return self.path / "tokenizer"
+        return self.path / IN_RUN
 
     @property
     def trace(self) -> Path:

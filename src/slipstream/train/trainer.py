@@ -148,7 +148,7 @@ class Trainer:
         self._trackers = trackers
         self._stop = stop
         self._step_times: collections.deque[float] = collections.deque(maxlen=50)
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = int(resumed.manifest.get("skipped_in_a_row", 0)) if resumed else 0
         self._weights_sha256 = str(resumed.manifest["weights_sha256"]) if resumed else ""
         self._resumed = resumed
         self._initialised_from = resumed.manifest.get("initialised_from") if resumed else None
@@ -330,6 +330,7 @@ class Trainer:
         manifest = run_manifest(
             self._config, step=step, tokenizer=tokenizer, data_sha256=self._data_sha256, resumed=self._resumed
         )
+        manifest["skipped_in_a_row"] = self._skipped_in_a_row
         if self._initialised_from is not None:
             manifest["initialised_from"] = self._initialised_from
         if self._config.checkpoint.keep_best and self._best is not None:

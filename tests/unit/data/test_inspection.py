@@ -4,7 +4,7 @@ import json
 import pytest
 
 from slipstream.data import inspect_data, open_data, prepare
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -59,3 +59,9 @@ def test_corrupt_data_is_refused(prepared) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="cut short"):
         inspect_data(prepared)
+
+
+@pytest.mark.parametrize("count", [-1, 1001])
+def test_a_number_of_samples_that_nobody_looks_at_is_refused(prepared, count) -> None:
+    with pytest.raises(ConfigError, match=f"num_samples is {count}; it must be from 0 to 1000"):
+        inspect_data(prepared, num_samples=count)

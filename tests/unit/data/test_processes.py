@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 
 import pytest
 
@@ -14,6 +15,22 @@ def double(number: int) -> int:
 def die(number: int) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
+
+
+def sleep(seconds: int) -> int:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_nobody_waits_for_what_is_given_up() -> None:
+    def interrupted() -> None:
+        with Processes(2) as processes:
+            for seconds in processes.in_order(sleep, [0, 3600]):
+                assert seconds == 0
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
 
 
 def test_results_come_in_order_and_arguments_are_not_taken_far_ahead() -> None:

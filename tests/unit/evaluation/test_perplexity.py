@@ -82,3 +82,25 @@ def test_a_loss_beyond_all_floats_has_no_perplexity(scorer, tmp_path, monkeypatc
     assert found["perplexity"] is None
     assert math.isfinite(found["nats_per_token"])
     assert "null" in json.dumps(found, allow_nan=False)
+
+
+def test_bytes_that_a_tokenizer_loses_are_counted(model, tmp_path):
+    """Of all held-out documents they are the manifest's; of some they are not known, and no guess stands for them."""
+    texts = [f"to be {i} unknowable not to be" for i in range(40)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = {"</s>": 0, "[UNK]": 1, "to": 2, "be": 3, "not": 4}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["</s>", "[UNK]"])
+    theirs = HubTokenizer(backend.to_str(), 0)
+    manifest = prepare([str(tmp_path / "t.jsonl")], tmp_path / "data", tokenizer=theirs, validation_fraction=0.4)
+    scorer = Scorer(dataclasses.replace(model, tokenizer=theirs))
+    found = perplexity(scorer, tmp_path / "data", limit=None, text_field="text")
+    assert found["num_bytes"] == manifest.splits["validation"].num_bytes
+    assert found["bits_per_byte"] == pytest.approx(
+        found["nats_per_token"] * found["num_tokens"] / math.log(2) / found["num_bytes"]
+    )
+    some = perplexity(scorer, tmp_path / "data", limit=2, text_field="text")
+    assert some["num_bytes"] is None
+    assert some["bits_per_byte"] is None
+    assert some["num_items"] == 2

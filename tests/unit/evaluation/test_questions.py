@@ -138,6 +138,14 @@ def test_a_wrong_mmlu_file_names_file_and_line(tmp_path, text, words):
         read_questions("mmlu", tmp_path)
 
 
+def test_a_subject_that_is_there_twice_is_refused(tmp_path):
+    for folder in ("de", "en"):
+        (tmp_path / folder).mkdir()
+        mmlu(tmp_path / folder, "astronomy")
+    with pytest.raises(DataError, match=r"are both the test questions of 'astronomy'\. Give a folder or an archive"):
+        read_questions("mmlu", tmp_path)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*gone: No such file"):
         read_questions("blimp", tmp_path / "gone")

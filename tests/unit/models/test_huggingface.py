@@ -104,6 +104,15 @@ def test_a_tied_head_that_is_stored_all_the_same_is_passed_over(tmp_path):
     assert "head.weight" not in open_hub_model(tmp_path).weights()
 
 
+def test_a_head_of_its_own_beside_a_config_that_ties_it_is_refused(tmp_path):
+    written(tmp_path, tie_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"but the files hold another one\. Set tie_word_embeddings to false"):
+        open_hub_model(tmp_path).weights()
+
+
 def test_weights_spread_over_files_are_found_by_the_index(tmp_path):
     _, weights = written(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -86,6 +86,20 @@ def test_a_saved_state_goes_on_bitwise(at):
     assert torch.equal(weight.detach(), whole[-1])
 
 
+def test_fewer_workers_than_before_take_the_mean_of_what_has_come():
+    """Seven gradients of a round of eight were saved; with one worker the next is due at once."""
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    many = DelayedNesterov([("w", weight)], lr=0.3, momentum=0.9, every=8)
+    for _ in range(7):
+        weight.grad = torch.ones_like(weight)
+        many.step()
+    alone = DelayedNesterov([("w", weight)], lr=0.3, momentum=0.9, every=1)
+    import_state(alone, export_state(many))
+    weight.grad = torch.ones_like(weight)
+    alone.step()
+    assert torch.equal(alone.state[weight]["momentum_buffer"], torch.ones_like(weight))
+
+
 def test_a_parameter_without_a_gradient_stays():
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = DelayedNesterov(weights, lr=0.5)

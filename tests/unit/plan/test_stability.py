@@ -216,6 +216,14 @@ def test_the_command_prints_json(capsys):
     assert json.loads(capsys.readouterr().out)["max_stable_lr_times_curvature"] == pytest.approx(6.78, abs=5e-3)
 
 
+def test_a_momentum_that_no_simulation_settles_has_a_limit_all_the_same(capsys):
+    assert main(["stability", "--momentum", "0.99999", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["growth_at_98_percent"] is None
+    assert found["max_stable_lr_times_curvature"] == pytest.approx(found["closed_form"], rel=1e-3)
+    assert "simulated quadratic: not simulated" in stability_text(StabilityConfig(momentum=0.99999))
+
+
 def test_the_command_prints_a_table_around_what_was_asked(capsys):
     assert main(["stability", "--momentum", "0.9", "--delay", "6", "--error-feedback", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -323,6 +323,15 @@ def test_the_command_writes_says_and_prints_json(folder, tmp_path, capsys):
     assert main(["report", str(folder / "workers")]) == 0, "its own report may be written again"
 
 
+def test_json_of_a_run_that_has_diverged_is_json(tmp_path, capsys):
+    run = write_run(tmp_path / "run", num_steps=20)
+    rows = read_json_lines(run / "evaluations.jsonl")
+    write_lines(run / "evaluations.jsonl", [row | {"val_loss": float("nan")} for row in rows])
+    assert main(["report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["runs"]["run"]["val_loss"] is None
+
+
 def test_bad_input_is_refused_and_nothing_is_lost(folder, tmp_path):
     mine = tmp_path / "mine.html"
     mine.write_text("my page")
@@ -400,6 +409,8 @@ def test_who_has_diverged_is_not_ranked(tmp_path):
         "b has the lowest validation loss, 1.350 nats per token: a is 0.300 above it; n has diverged."
     )
     assert "better before" in " ".join(sentences(bad))
+    write_lines(bad / "evaluations.jsonl", [row | {"val_loss": float("nan")} for row in rows])
+    assert "better before" not in " ".join(sentences(bad)), "it never was"
 
 
 def test_the_same_data_by_another_path_are_the_same(tmp_path, monkeypatch):

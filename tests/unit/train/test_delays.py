@@ -62,6 +62,30 @@ def test_a_recorded_run_is_replayed(tmp_path, loader):
     assert run({"delay_replay": str(file)}, loader)[1] == [0, 1, 2, 0, 1, 3, 0]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1]",
+        '{"step": 1, "staleness_max": null}',
+        '{"step": 1, "staleness_max": -1}',
+        '{"step": 1, "staleness_max": 1e999}',
+        '{"step": 1}',
+        "no JSON",
+    ],
+)
+def test_a_recording_that_is_none_is_a_sentence(tmp_path, line):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 0, "staleness_max": 0}}\n{line}\n{{"step": 2, "staleness_max": 0}}\n')
+    with pytest.raises(ConfigError, match=r"delay_replay: .*metrics\.jsonl (is no metrics|has a staleness_max)"):
+        delay_line(settings({"delay_replay": str(file)}))
+
+
+def test_a_recording_of_a_run_that_was_killed_is_taken(tmp_path, loader):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "staleness_max": 0}\n{"step": 2, "staleness_max": 2}\n{"step": 3, "stal')
+    assert run({"delay_replay": str(file)}, loader)[1][:4] == [0, 1, 0, 2]
+
+
 def test_every_role_delayed_is_a_constant_delay_bitwise(loader):
     everything = ["embedding", "head", "norm", "q", "k", "v", "o", "ffn_gate", "ffn_up", "ffn_down"]
     plain = run({"delay": 1}, loader)[0]

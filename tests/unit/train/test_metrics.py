@@ -5,7 +5,7 @@ import torch
 
 from slipstream.config import Config, DataParallelConfig
 from slipstream.dataparallel.engine import num_devices
-from slipstream.train.metrics import PEAK_FLOPS_BF16, model_flops_utilisation
+from slipstream.train.metrics import PEAK_FLOPS_BF16, Totals, model_flops_utilisation
 
 CUDA = torch.device("cuda", 0)
 
@@ -58,3 +58,10 @@ def test_workers_take_turns_over_the_gpus_of_their_machine(monkeypatch, engine, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     config = Config(engine=engine, dataparallel=DataParallelConfig(**changes))
     assert num_devices(config, CUDA) == expected
+
+
+def test_idle_time_is_a_share_of_the_time_in_which_it_was_counted():
+    row = {"num_tokens": 8, "step_s": 1.0, "staleness_mean": 0.0, "staleness_max": 0}
+    rows = [row | {"bubble_fraction": None}] * 6 + [row | {"bubble_fraction": 0.25}] * 4
+    assert Totals.of(rows).bubble_fraction == pytest.approx(0.25)
+    assert Totals.of(rows[:6]).bubble_fraction is None

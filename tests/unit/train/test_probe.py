@@ -1,6 +1,7 @@
 """The sharpness of a run against matrices written out in full."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from slipstream.assembly import StageParts
 from slipstream.cli import main
 from slipstream.config import ModelConfig, from_dict, load_toml
 from slipstream.data import open_data
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, NonFiniteError
 from slipstream.models.llama import cross_entropy_sum, whole_model
 from slipstream.models.partition import whole
 from slipstream.plan.stability import StabilityConfig, max_stable_product
@@ -241,6 +242,14 @@ def test_the_command_says_where_a_run_stands(tmp_path, capsys):
     below = row["lr_times_sharpness"] <= 1
     (line,) = [line for line in text.splitlines() if line.split()[:4] == ["delay", "1", "up", "to"]]
     assert ("below it" in line) == below
+
+
+def test_a_run_that_has_diverged_is_a_sentence(tmp_path, capsys):
+    train(tmp_path, optim={"name": "sgd", "lr": 1e17, "lr_warmup_steps": 0}, train={"num_steps": 1})
+    assert main(["stability", "--probe", str(tmp_path), "--json"]) == 2
+    assert "there is no curvature to measure" in capsys.readouterr().err
+    with pytest.raises(NonFiniteError, match="the weights of the run have diverged"):
+        largest_eigenvalue(lambda v: v * math.nan, torch.ones(3), num_iterations=3)
 
 
 def test_what_cannot_be_measured_is_a_sentence(tmp_path, capsys):

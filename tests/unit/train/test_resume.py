@@ -1,13 +1,16 @@
 """2N steps == N + resume + N, bitwise, through the files on disk."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.config import from_dict
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, NonFiniteError
+from slipstream.staleness.updater import Updater
 from slipstream.train.export import export_hub
 from slipstream.train.launch import launch
 from slipstream.train.metrics import read_json_lines
@@ -27,7 +30,7 @@ def settings(run_dir: Path, *, num_steps: int, **changes):
         "evaluate": {"num_sequences": 4},
     }
     for name, change in changes.items():
-        tables[name] = tables.get(name, {}) | change
+        tables[name] = tables.get(name, {}) | change if isinstance(change, dict) else change
     return from_dict(tables)
 
 
@@ -186,6 +189,87 @@ def test_what_alters_the_trajectory_must_be_allowed_by_name(tmp_path):
         train(tmp_path, num_steps=4, resume=True, optim={"lr": 0.02})
     train(tmp_path, num_steps=4, resume=True, optim={"lr": 0.02}, allow_change=("optim.lr",))
     assert read_json_lines(tmp_path / "metrics.jsonl")[-1]["lr"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optim": {"name": "sgd"}}, r"optim\.name is 'sgd' and was 'adamw': .*--init-from "),
+        ({"model": {"dim": 24}}, "the settings of the model give other parameters than the checkpoint holds"),
+        ({"model": {"tie_embeddings": True}}, "the settings of the model give other parameters"),
+    ],
+)
+def test_what_no_checkpoint_can_follow_is_not_offered(tmp_path, change, said):
+    train(tmp_path, num_steps=2)
+    ((table, settings),) = change.items()
+    names = tuple(f"{table}.{name}" for name in settings)
+    with pytest.raises(ConfigError, match=f"made with other settings(.|\n)*{said}") as refusal:
+        train(tmp_path, num_steps=4, resume=True, **change)
+    assert "--allow-change" not in str(refusal.value)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        train(tmp_path, num_steps=4, resume=True, allow_change=names, **change)
+
+
+OF_WORKERS = {
+    "executor": "dataparallel",
+    "engine": "inline",
+    "dataparallel": {"num_workers": 2, "unit": "pseudo_gradient", "local_steps": 2},
+}
+
+
+@pytest.mark.parametrize("begins", ["workers", "single"])
+def test_pseudo_gradients_and_other_runs_do_not_go_on_as_each_other(tmp_path, begins):
+    """Their optimizers differ: the moments of one would be taken for the other's."""
+    own = {"model": {"dropout": 0.0}, "dataparallel": OF_WORKERS["dataparallel"]}
+    one, other = (OF_WORKERS | own, {"executor": "single"} | own)[:: 1 if begins == "workers" else -1]
+    train(tmp_path, num_steps=2, **one)
+    with pytest.raises(ConfigError, match="neither can go on as the other"):
+        train(tmp_path, num_steps=4, resume=True, **other)
+
+
+def test_workers_do_not_take_over_microbatches_of_another_size(tmp_path):
+    """They count them from the beginning of the run; some data would be read again and some never."""
+    workers = {"executor": "dataparallel", "engine": "inline", "dataparallel": {"num_workers": 2}}
+    allowed = ("train.microbatch_size",)
+    train(tmp_path / "a", num_steps=2, **workers)
+    with pytest.raises(ConfigError, match="workers count microbatches from the beginning of the run, all of one size"):
+        train(tmp_path / "a", num_steps=3, resume=True, allow_change=allowed, train={"microbatch_size": 1}, **workers)
+    train(tmp_path / "b", num_steps=2)
+    train(tmp_path / "b", num_steps=3, resume=True, allow_change=allowed, train={"microbatch_size": 4})
+    with pytest.raises(ConfigError, match="workers count microbatches"):
+        train(tmp_path / "b", num_steps=4, resume=True, allow_change=allowed, **workers)
+    train(tmp_path / "c", num_steps=2)
+    train(tmp_path / "c", num_steps=4, resume=True, **workers)
+    assert newest_checkpoint(RunDir(tmp_path / "c")).manifest["next_sequence"] == 16
+
+
+def spoil(monkeypatch, updates):
+    """Let the gradients of some updates not be finite."""
+    prepare = Updater.prepare
+
+    def spoiled(self, gradient, grad_norm, **how):
+        is_bad = self.weights.latest + 1 in updates
+        return prepare(self, gradient, torch.full_like(grad_norm, math.nan) if is_bad else grad_norm, **how)
+
+    monkeypatch.setattr(Updater, "prepare", spoiled)
+
+
+@pytest.mark.parametrize("prediction", ["xpipe", "spectrain"])
+def test_resumed_equals_continuous_where_the_next_update_is_skipped(tmp_path, monkeypatch, prediction):
+    spoil(monkeypatch, {5})
+    name = "sgd" if prediction == "spectrain" else "adamw"
+    options = {"optim": {"name": name}, "staleness": {"delay": 1, "prediction": prediction}}
+    train(tmp_path / "whole", num_steps=8, **options)
+    train(tmp_path / "halves", num_steps=4, **options)
+    train(tmp_path / "halves", num_steps=8, resume=True, **options)
+    assert trajectory(tmp_path / "whole") == trajectory(tmp_path / "halves")
+
+
+def test_skipped_updates_in_a_row_are_counted_over_a_resume(tmp_path, monkeypatch):
+    spoil(monkeypatch, {3, 4, 5, 6})
+    train(tmp_path, num_steps=4)
+    with pytest.raises(NonFiniteError, match="those of the last 4 batches"):
+        train(tmp_path, num_steps=8, resume=True)
 
 
 def test_a_batch_of_another_size_goes_on_where_the_last_one_ended(tmp_path):

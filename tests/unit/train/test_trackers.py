@@ -10,11 +10,13 @@ import sys
 import time
 
 import pytest
+import torch
 
 from slipstream.config import from_dict
 from slipstream.errors import ConfigError
-from slipstream.train import trackers
+from slipstream.train import own, trackers
 from slipstream.train.launch import launch
+from slipstream.train.many_checks import PlannedRun, check_runs
 from slipstream.train.metrics import read_json_lines
 from slipstream.train.progress import SilentReporter
 from slipstream.train.trackers import Trackers, check_trackers
@@ -158,6 +160,17 @@ def test_what_is_not_installed_is_refused_before_anything_happens(tmp_path, monk
     with pytest.raises(ConfigError, match=r"wandb and trackio, which are not .*'slipstream\[wandb,trackio\]'"):
         check_trackers(["wandb", "trackio", "wandb"])
     check_trackers([])
+
+
+def test_many_runs_and_modules_of_ones_own_are_refused_as_well(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    config = from_dict({"run_dir": str(tmp_path / "run"), "log": {"trackers": ["wandb"]}})
+    with pytest.raises(ConfigError, match="names wandb, which is not installed"):
+        check_runs([PlannedRun(name="first", config=config)], overwrite=False, warn=print)
+    with pytest.raises(ConfigError, match="names wandb, which is not installed"):
+        own.fit(torch.nn.Linear, {}, config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_misspelt_tracker_is_refused():

@@ -50,6 +50,20 @@ def train(run_dir, *, num_steps=3, init_from="", resume=False, overwrite=False, 
     )
 
 
+def test_another_model_to_begin_with_leaves_the_rate_alone(run, tmp_path):
+    """The async-aware rate cuts above the staleness that the delay gives: the executor's, not the model's."""
+    for name, source in (("anew", ""), ("from", run)):
+        train(
+            tmp_path / name,
+            init_from=source,
+            num_steps=6,
+            model={**MODEL, "tie_embeddings": True},
+            staleness={"delay": 1, "lr_discount": "aalr"},
+        )
+    anew, begun = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("anew", "from"))
+    assert [row["lr"] for row in anew] == [row["lr"] for row in begun]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with one step of delay and error feedback, so that x and y differ."""
