@@ -1,9 +1,10 @@
 """Loss against tokens and against the clock: synchronous training and 2BW, with and without error feedback.
 
     slipstream compare configs/compare/wall_clock.toml --run-dir RUN_DIR
+    slipstream compare configs/compare/wall_clock_equal_time.toml --run-dir SHORTER
     python benchmarks/wall_clock.py score RUN_DIR --blimp blimp.tar.xz
     python benchmarks/wall_clock.py time RUN_DIR --out RUN_DIR/times.json
-    python benchmarks/wall_clock.py write RUN_DIR RUN_DIR/times.json \\
+    python benchmarks/wall_clock.py write RUN_DIR SHORTER RUN_DIR/times.json \\
         --out benchmarks/results/wall_clock.md --pictures docs/pictures
 
 A pipeline trains bitwise what one process with the same delay trains, so the losses come from the grid, which other
@@ -42,6 +43,7 @@ from slipstream.train.metrics import quantity, read_json_lines
 
 ROOT = Path(__file__).parents[1]
 GRID = ROOT / "configs" / "compare" / "wall_clock.toml"
+SHORTER = ROOT / "configs" / "compare" / "wall_clock_equal_time.toml"
 NUM_WARMUP_STEPS = 3
 """Steps of a timed run that are not counted: the pipeline fills, memory is taken. Nor is the last: it drains."""
 
@@ -211,6 +213,24 @@ def loss_table(rows: Sequence[TableRow], folder: Path) -> Iterator[str]:
         )
 
 
+def equal_time_table(shorter: Sequence[TableRow], rows: Sequence[TableRow], timed: dict[Case, Timed]) -> Iterator[str]:
+    """Yield what 2BW comes to beside synchronous runs of fewer steps, each with a decay of its own.
+
+    Args:
+        shorter: Of the shorter, synchronous grid.
+        rows: Of the whole one.
+        timed: What `time` has measured.
+    """
+    yield "| arm | steps | minutes | validation, nats per token |"
+    yield "| --- | ---: | ---: | ---: |"
+    delayed = [row for row in rows if row.arm.delay]
+    for row in sorted([*shorter, *delayed], key=lambda row: row.arm.rule):
+        arm, config = row.arm, row.result.cells[0].cell.config
+        steps = config.train.num_steps
+        case = Case(arm.rule, arm.remedy, arm.delay, config.pipeline.num_microbatches)
+        yield f"| {case.label} | {steps:,} | {steps * timed[case].median / 60:.1f} | {figure(row.val_loss)} |"
+
+
 def time_table(timed: dict[Case, Timed], *, num_steps: int, tokens_per_step: int) -> Iterator[str]:
     """Yield step times; a gain is the median of the rounds', in each of which the arms took turns."""
     yield "| microbatches | arm | step, s | quartiles | tokens/s | idle | minutes for all steps | over synchronous |"
@@ -301,9 +321,24 @@ def pictures(rows: Sequence[TableRow], timed: dict[Case, Timed], *, num_microbat
         (out / f"{name}.svg").write_text(text, encoding="utf-8")
 
 
-def write(folder: Path, times: dict[str, Any], *, grid: Path, out: Path, into: Path) -> None:
-    """Write the tables and draw the pictures."""
-    rows = [row for row in at_equal_lr(read_results(cells_of(load_grid(grid)), folder / "cells")) if row.val_loss]
+def finished_rows(grid: Path, folder: Path) -> list[TableRow]:
+    """Return the arms of a comparison that have a result."""
+    return [row for row in at_equal_lr(read_results(cells_of(load_grid(grid)), folder / "cells")) if row.val_loss]
+
+
+def write(
+    whole: tuple[Path, Path], shorter: tuple[Path, Path], times: dict[str, Any], *, out: Path, into: Path
+) -> None:
+    """Write the tables and draw the pictures.
+
+    Args:
+        whole: The grid that was trained, and its folder.
+        shorter: The grid of synchronous runs of fewer steps, and its folder.
+        times: What `time` has measured.
+        out: Page to write.
+        into: Folder of the pictures.
+    """
+    rows, folder = finished_rows(*whole), whole[1]
     timed = timings(times)
     config = rows[0].result.cells[0].cell.config
     num_steps, m = config.train.num_steps, config.pipeline.num_microbatches
@@ -332,6 +367,10 @@ def write(folder: Path, times: dict[str, Any], *, grid: Path, out: Path, into: P
         f"Between evaluations, every {config.evaluate.every_steps} steps, on a straight line.",
         "",
         *level_table(rows, timed, folder, num_microbatches=m),
+        "",
+        "## At equal time",
+        "",
+        *equal_time_table(finished_rows(*shorter), rows, timed),
     ]
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     pictures(rows, timed, num_microbatches=m, out=into)
@@ -352,7 +391,9 @@ def main() -> None:
     timing.add_argument("--steps", type=int, default=14, help="of each timed run")
     timing.add_argument("--num-microbatches", type=int, nargs="+", default=[2])
     timing.add_argument("--out", type=Path, required=True)
+    writing.add_argument("shorter_run_dir", type=Path, help="of the shorter comparison")
     writing.add_argument("times", type=Path, help="what `time` wrote")
+    writing.add_argument("--shorter-grid", type=Path, default=SHORTER, help="that was trained for as long as 2BW takes")
     writing.add_argument("--out", type=Path, required=True)
     writing.add_argument("--pictures", type=Path, required=True, help="folder of the pictures")
     args = parser.parse_args()
@@ -369,7 +410,8 @@ def main() -> None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     else:
         times = json.loads(args.times.read_text())
-        write(args.run_dir, times, grid=args.grid, out=args.out, into=args.pictures)
+        shorter = (args.shorter_grid, args.shorter_run_dir)
+        write((args.grid, args.run_dir), shorter, times, out=args.out, into=args.pictures)
 
 
 if __name__ == "__main__":
