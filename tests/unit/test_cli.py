@@ -340,6 +340,13 @@ def test_a_loss_that_is_not_finite_stops_before_saving(tmp_path, capsys):
     assert not (tmp_path / "summary.json").exists()
 
 
+def test_weights_that_the_last_update_has_spoilt_are_no_success(tmp_path, capsys):
+    spoilt = ["--optim.name", "sgd", "--optim.lr", "1e17", "--optim.lr-warmup-steps", 0]
+    assert train(tmp_path, *spoilt, steps=1) == 2
+    assert "the validation loss is nan: the last update has spoilt the weights" in capsys.readouterr().err
+    assert (tmp_path / "summary.json").exists()
+
+
 def test_gradients_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, capsys):
     assert train(tmp_path, "--optim.lr", "1e30", "--train.max-skipped-steps", 2, steps=9) == 2
     captured = capsys.readouterr()

@@ -14,6 +14,7 @@ from slipstream.bench.settings import OURS, BenchPipelineConfig, run_config
 from slipstream.bench.torch_schedules import TorchSchedule
 from slipstream.config import Config
 from slipstream.data.loader import Batch
+from slipstream.device import settle
 from slipstream.executor import BatchSource
 from slipstream.pipeline.transport import Transport, connect
 from slipstream.train.processes import RankContext
@@ -90,8 +91,8 @@ def bench_rank(context: RankContext, bench: BenchPipelineConfig, names: list[str
         names: Schedules.
     """
     rank, num_ranks = context.rank, context.num_ranks
-    torch.set_num_threads(1)
     cpu = torch.device("cpu")
+    settle(run_config(bench, "one_f_one_b", num_steps=1), cpu)  # as training does, for torch's schedules as well
     transport = connect(context.store, rank=rank, num_ranks=num_ranks, device=cpu, timeout_s=bench.timeout_s)
     result = RankResult(runs={name: [] for name in names}, alone_s=[])
     for turn in range(bench.rounds):

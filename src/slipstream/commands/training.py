@@ -1,6 +1,7 @@
 """`train` and `config show`: flags over a config file over the defaults."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +11,7 @@ import tyro
 from slipstream.arguments import ConfigArgs, ShowArgs, TrainArgs, refuse_bytes, refuse_given
 from slipstream.commands.summaries import read_summary, summary_table
 from slipstream.config import Config, explicit_settings, load_toml, to_toml
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, NonFiniteError
 
 Args = TypeVar("Args", bound=ConfigArgs)
 
@@ -37,8 +38,14 @@ def train(argv: Sequence[str]) -> int:
         init_from=_origin(args),
         given=_given_settings(argv, args.config),
     )
-    if summary is not None:
-        print(summary_table(summary, other, run_dir=config.run_dir))
+    if summary is None:
+        return 0
+    print(summary_table(summary, other, run_dir=config.run_dir))
+    if not math.isfinite(summary["val_loss"]):
+        raise NonFiniteError(
+            f"the validation loss is {summary['val_loss']}: the last update has spoilt the weights. Lower "
+            "optim.lr, and begin anew with --overwrite."
+        )
     return 0
 
 
