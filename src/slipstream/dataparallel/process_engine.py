@@ -143,15 +143,14 @@ class ProcessEngine(Engine):
         """Let the next thing happen: a word of a worker, or a deadline."""
         deadline_s = self.server.sequencer.next_deadline_s
         timeout_s = None if deadline_s == float("inf") else max(0.0, deadline_s - self.now_s)
-        was_held = self._held is not None
         heard, self._held = self._held or self._crew.hear(timeout_s=timeout_s), None
         self._pass_time()
         record = self._handle(heard) if heard is not None else None
-        # Not before everything that has arrived was heard: this process may have been busy with an evaluation, in which
-        # nobody has listened since a word was put aside.
-        is_up_to_date = not was_held and not self._crew.has_more
-        if is_up_to_date and self.server.sequencer.next_deadline_s <= self.now_s:
-            self._expire()
+        if not self._crew.has_more and self.server.sequencer.next_deadline_s <= self.now_s:
+            # Not before everything that has arrived was heard: this process may have been busy with an evaluation.
+            self._held = self._crew.hear(timeout_s=0.0)
+            if self._held is None:
+                self._expire()
         return record
 
     def evaluate(self, batches: Iterable[Batch], point: Point) -> float:
@@ -166,12 +165,13 @@ class ProcessEngine(Engine):
 
     def _serve(self) -> None:
         """Hear whoever has something to say, up to the gradient that would change the weights."""
-        while self._held is None and (heard := self._crew.hear(timeout_s=0.0)) is not None:
+        while (heard := self._held or self._crew.hear(timeout_s=0.0)) is not None:
             if self._may_make_step(heard):
                 self._held = heard
-            else:
-                self._pass_time()
-                self._handle(heard)
+                return
+            self._held = None
+            self._pass_time()
+            self._handle(heard)
 
     def _may_make_step(self, heard: Heard) -> bool:
         """Whether the weights may be others once this was handled."""

@@ -118,7 +118,10 @@ def test_state_round_trips(threshold):
     expected = factors(whole, seen)
     factors(first, seen[:170])
     second = AsyncAwareLr(threshold, num_in_flight=1)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    assert second.state_dict()["num_in_flight"] == 1, "which is for the executor to say"
+    second.load_concurrency(state)
     assert factors(second, seen[170:]) == expected[170:]
     assert min(expected) < 1.0
     assert second.metrics() == whole.metrics()
