@@ -306,7 +306,8 @@ def pictures(rows: Sequence[TableRow], timed: dict[Case, Timed], *, num_microbat
             css = colours["synchronous" if arm.delay == 0 else arm.remedy]
             points = [(step * unit, loss) for step, loss in thinned(smoothed_run(row.result.mean_losses))]
             end = figure(row.val_loss)
-            note = end if x_label == "tokens" else f"{end} after {points[-1][0]:.1f} min"
+            steps = row.result.cells[0].cell.config.train.num_steps
+            note = end if x_label == "tokens" else f"{end} after {steps * minutes:.1f} min"
             style = f"{css} other" if arm.rule == "muon" else css
             curves.append(Curve(label(arm.rule, arm.remedy, arm.delay), points, style, note))
         x_text = (lambda value: quantity(value).replace(".0", "")) if x_label == "tokens" else "{:g}".format
