@@ -139,19 +139,15 @@ def is_overtaken(place: Workplace) -> None:
     plain(place)
 
 
-class OvertakenOnce(WeightBoard):
+class OvertakenOnce(Overtaking):
     """Finds the first version overwritten, after others have had time for many."""
-
-    def __init__(self, board):
-        self.__dict__.update(board.__dict__)
-        self.reads = 0
 
     def read(self, version, into):
         self.reads += 1
         if self.reads == 1:
             time.sleep(1.0)
             return False
-        return super().read(version, into)
+        return WeightBoard.read(self, version, into)
 
 
 def is_overtaken_once(place: Workplace) -> None:

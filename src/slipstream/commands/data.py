@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
@@ -35,7 +36,7 @@ def data_prepare(argv: Sequence[str]) -> int:
         manifest = prepare(
             sources,
             args.out,
-            tokenizer=tokenizer if args.tokenizer_from is None else open_hub_tokenizer(args.tokenizer_from),
+            tokenizer=tokenizer if args.tokenizer_from is None else open_hub_tokenizer(_folder(args.tokenizer_from)),
             vocab_size=VOCAB_SIZE if args.vocab_size is None else args.vocab_size,
             text_field=args.text_field or "text",
             split_key=args.split_key,
@@ -55,6 +56,14 @@ def data_prepare(argv: Sequence[str]) -> int:
     if empty := sum(source.empty_documents for source in manifest.sources):
         print(f"  {empty} empty documents were passed over")
     return 0
+
+
+def _folder(path: Path) -> Path:
+    """Return where the tokenizer of a model, a run or prepared data lies."""
+    from slipstream.train.rundir import RunDir
+
+    run_dir = RunDir(path)
+    return run_dir.tokenizer if run_dir.holds_run else path
 
 
 def data_inspect(argv: Sequence[str]) -> int:

@@ -25,9 +25,6 @@ from slipstream.data.tokenizer import (
 from slipstream.errors import DataError
 
 CONFIG_FILE = "tokenizer_config.json"
-IN_RUN = "tokenizer"
-"""Folder of a run directory that keeps the tokenizer."""
-
 _CONFIGS = (CONFIG_FILE, "special_tokens_map.json")
 _MODEL_CONFIGS = ("generation_config.json", "config.json")
 _MARKS = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -194,15 +191,14 @@ def write_hub_tokenizer(tokenizer: Tokenizer, folder: Path, *, context_length: i
 
 
 def open_hub_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer of a model folder, a run directory or prepared data: our own, else any of the hub's.
+    """Read the tokenizer of a model folder or of prepared data: our own where it is from here, else any of the hub's.
 
     Raises:
         DataError: There is none, it cannot be read, or it has no token that ends a text.
     """
     folder = Path(folder)
-    for place in (folder, folder / IN_RUN):
-        if (place / IDENTITY_FILE).is_file():
-            return load_tokenizer(place)
+    if (folder / IDENTITY_FILE).is_file():
+        return load_tokenizer(folder)
     return HubTokenizer(_tokenizer_text(folder), _end_id(folder))
 
 

@@ -49,17 +49,17 @@ def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_fiel
     """
     is_prepared = _is_prepared(path)
     texts = _held_out(scorer.tokenizer, path) if is_prepared else _of_files(scorer.tokenizer, path, text_field)
-    nats, num_tokens, num_items = 0.0, 0, 0
-    num_bytes: int | None = 0
+    nats, num_tokens = 0.0, 0
+    counts: list[int | None] = []
     kept = itertools.islice(texts, limit)
     while some := list(itertools.islice(kept, _AT_ONCE)):
         nats -= sum(score.log_likelihood for score in scorer.rolling_ids([text.ids for text in some]))
         num_tokens += sum(len(text.ids) for text in some)
-        for text in some:
-            num_bytes = None if num_bytes is None or text.num_bytes is None else num_bytes + text.num_bytes
-        num_items += len(some)
+        counts += [text.num_bytes for text in some]
     if num_tokens == 0:
         raise DataError(f"{path} holds no text to evaluate on. Give a file that is not empty.")
+    known = [count for count in counts if count is not None]
+    num_bytes = sum(known) if len(known) == len(counts) else None
     if is_prepared and next(texts, None) is None:
         num_bytes = read_manifest(path).splits["validation"].num_bytes  # of the texts themselves
     return {
@@ -68,7 +68,7 @@ def perplexity(scorer: Scorer, path: str | Path, *, limit: int | None, text_fiel
         "perplexity": _exp(nats / num_tokens),
         "num_tokens": num_tokens,
         "num_bytes": num_bytes,
-        "num_items": num_items,
+        "num_items": len(counts),
     }
 
 

@@ -96,9 +96,8 @@ def logit_difference(folder: Path, model: TrainedModel) -> float | None:
         ) from error
     ours = model.module()
     with torch.no_grad():
-        deltas = [theirs.eval()(input_ids=ids).logits.float() - ours(ids) for ids in _probe_ids(model)]
-    # Python's max would let a difference that is not a number go.
-    return float(torch.stack([delta.abs().max() for delta in deltas]).max())
+        largest = [(theirs.eval()(input_ids=ids).logits.float() - ours(ids)).abs().max() for ids in _probe_ids(model)]
+    return float(torch.stack(largest).max())  # Python's max would let go what is not a number
 
 
 def check_logits(folder: Path, model: TrainedModel) -> str:
@@ -120,7 +119,7 @@ def _refuse_difference(difference: float | None, what: str) -> None:
             f"the logits of {what} are not numbers; nothing was written. Its weights are damaged or have diverged: "
             "take an earlier checkpoint, or restore the files."
         )
-    if difference is not None and not difference <= LARGEST_DIFFERENCE:
+    if difference is not None and difference > LARGEST_DIFFERENCE:
         raise CheckpointError(
             f"transformers computes logits from {what} that differ by {difference:.3g} from those computed here; "
             "nothing was written. Check that the installed transformers is 5.0 or later, and report this."

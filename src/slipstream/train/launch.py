@@ -34,7 +34,7 @@ from slipstream.staleness.groups import check_cuts
 from slipstream.train.checkpoint import Checkpoint, newest_complete
 from slipstream.train.delays import largest_delay
 from slipstream.train.disk import write_whole, writing
-from slipstream.train.handover import check_handover, handover_note
+from slipstream.train.handover import handover_note, handover_refusal
 from slipstream.train.idle import idle_settings
 from slipstream.train.initial import (
     adopted_model,
@@ -280,17 +280,15 @@ def checkpoint_to_resume(
     if checkpoint.manifest["data_sha256"] != data_sha256:
         changes["data"] = (checkpoint.manifest["data_sha256"][:12], data_sha256[:12])
     refused = {key: pair for key, pair in changes.items() if key not in allow_change}
+    impossible = handover_refusal(config, saved=saved, manifest=checkpoint.manifest, scalars=checkpoint.scalars)
     if refused:
         lines = "".join(f"\n  {key}: {old!r} -> {new!r}" for key, (old, new) in refused.items())
-        remedy = f"Take the old values, or allow it with --allow-change {' '.join(refused)}"
-        try:
-            check_handover(config, saved=saved, manifest=checkpoint.manifest, scalars=checkpoint.scalars)
-        except ConfigError as error:
-            remedy = str(error)
+        remedy = impossible or f"Take the old values, or allow it with --allow-change {' '.join(refused)}"
         raise ConfigError(
             f"the run in {run_dir.path} was made with other settings that change what is trained:{lines}\n{remedy}"
         )
-    check_handover(config, saved=saved, manifest=checkpoint.manifest, scalars=checkpoint.scalars)
+    if impossible:
+        raise ConfigError(impossible)
     if checkpoint.step > config.train.num_steps:
         raise ConfigError(
             f"the run in {run_dir.path} has {checkpoint.step} steps already, train.num_steps is "

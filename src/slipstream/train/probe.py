@@ -173,10 +173,10 @@ def probe_text(found: Mapping[str, Any]) -> str:
                 lines.append(f"    {setting:<28} up to {limit:<7.3g} {verdict}; {known}")
         elif "share_of_gradient" in row:
             share = row["share_of_gradient"]
-            known = "of a gradient of 0" if share is None else f"{share:.2g} of the gradient's dual norm"
+            part = "beside" if share is None else f"{share:.2g} of"
             lines.append(
-                f"  sharpness {row['sharpness']:.4g}; lr x sharpness = {row['lr_times_sharpness']:.3g}, {known} "
-                f"{row['gradient_dual_norm']:.3g}"
+                f"  sharpness {row['sharpness']:.4g}; lr x sharpness = {row['lr_times_sharpness']:.3g}, {part} the "
+                f"gradient's dual norm {row['gradient_dual_norm']:.3g}"
             )
     return "\n".join(lines)
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.data.hub_tokenizer import IN_RUN
 from slipstream.errors import ConfigError
 from slipstream.train.disk import writing
 
@@ -48,7 +47,7 @@ class RunDir:
     @property
     def tokenizer(self) -> Path:
         """The data's tokenizer, without which the weights mean nothing."""
-        return self.path / IN_RUN
+        return self.path / "tokenizer"
 
     @property
     def trace(self) -> Path:
